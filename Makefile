@@ -1,0 +1,113 @@
+# AgentENV. `make quickstart` runs the main job, `make test` passes all tests; every target does its own set-up.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+MAKEFLAGS += --no-builtin-rules
+
+ROOT := $(CURDIR)
+BUN := $(ROOT)/.tools/bin/bun
+CC := gcc
+GUEST_CC := musl-gcc
+CFLAGS := -std=c11 -O2 -g -Wall -Wextra -Werror -D_GNU_SOURCE -fno-strict-aliasing
+SAN_FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+
+SHIM_SRC := $(wildcard c/shim/*.c)
+SHIM_HDR := $(wildcard c/shim/*.h)
+ENVD_SRC := $(wildcard c/envd/*.c)
+ENVD_HDR := $(wildcard c/envd/*.h)
+EXT4_SRC := $(wildcard c/ext4/*.c)
+EXT4_HDR := $(wildcard c/ext4/*.h)
+TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
+NATIVE := build/libaenv.so build/envd build/aenv-ext4
+
+.PHONY: build quickstart test start stop bench lint fmt check native clean deps sanitize help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+build: dist/agentenv ## build the executable dist/agentenv
+
+quickstart: build ## build, start the server, make a template from a Debian image, run Python in a microVM
+	@scripts/quickstart.sh
+
+test: build ## lint and run every test, real microVMs included
+	@scripts/test.sh
+
+start: build ## start the server in the background
+	@scripts/server.sh start
+
+stop: ## stop the server that `make start` or `make quickstart` started
+	@scripts/server.sh stop
+
+bench: build ## measure and print the figures of docs/performance.md
+	@scripts/bench.sh
+
+deps: .tools/ready node_modules/.ready ## tools and packages only
+
+lint: deps native ## formatter, linter, type check, import directions, shell scripts
+	@scripts/lint.sh
+
+fmt: deps ## format the sources
+	@node_modules/.bin/biome check --write .
+
+check: deps native ## type check only
+	@node_modules/.bin/tsc -p tsconfig.json
+
+native: $(NATIVE) ## the C parts
+
+clean: ## remove what the build made
+	rm -rf build dist
+
+# ---- tools and packages -------------------------------------------------------------------------
+
+.tools/ready: scripts/bootstrap.sh scripts/packages.txt scripts/versions.sh
+	@scripts/bootstrap.sh
+	@touch $@
+
+node_modules/.ready: package.json bun.lock | .tools/ready
+	@$(BUN) install --frozen-lockfile --silent
+	@touch $@
+
+# ---- C parts ------------------------------------------------------------------------------------
+
+build/libaenv.so: $(SHIM_SRC) $(SHIM_HDR) | .tools/ready
+	@mkdir -p build
+	@echo "  CC      $@"
+	@$(CC) $(CFLAGS) -shared -fPIC -fvisibility=hidden -msse4.2 -o $@.tmp $(SHIM_SRC) \
+	  -Wl,-z,defs -Wl,-Bstatic -luring -lzstd -llz4 -Wl,-Bdynamic -lpthread
+	@mv $@.tmp $@
+
+build/envd: $(ENVD_SRC) $(ENVD_HDR) | .tools/ready
+	@mkdir -p build
+	@echo "  CC      $@"
+	@$(GUEST_CC) $(CFLAGS) -static -Os -ffunction-sections -fdata-sections -Wl,--gc-sections -s \
+	  -idirafter /usr/include -idirafter /usr/include/$$($(CC) -print-multiarch) -o $@.tmp $(ENVD_SRC)
+	@mv $@.tmp $@
+
+build/aenv-ext4: $(EXT4_SRC) $(EXT4_HDR) | .tools/ready
+	@mkdir -p build
+	@echo "  CC      $@"
+	@$(CC) $(CFLAGS) -static -o $@.tmp $(EXT4_SRC) -lext2fs -lcom_err -lpthread
+	@mv $@.tmp $@
+
+sanitize: build/san/libaenv.so build/san/envd build/san/aenv-ext4 ## the C parts with ASan and UBSan
+
+build/san/libaenv.so: $(SHIM_SRC) $(SHIM_HDR) | .tools/ready
+	@mkdir -p build/san
+	@echo "  CC      $@"
+	@$(CC) $(CFLAGS) $(SAN_FLAGS) -shared -fPIC -fvisibility=hidden -msse4.2 -o $@ $(SHIM_SRC) -luring -lzstd -llz4 -lpthread
+
+build/san/envd: $(ENVD_SRC) $(ENVD_HDR) | .tools/ready
+	@mkdir -p build/san
+	@echo "  CC      $@"
+	@$(CC) $(CFLAGS) $(SAN_FLAGS) -o $@ $(ENVD_SRC)
+
+build/san/aenv-ext4: $(EXT4_SRC) $(EXT4_HDR) | .tools/ready
+	@mkdir -p build/san
+	@echo "  CC      $@"
+	@$(CC) $(CFLAGS) $(SAN_FLAGS) -o $@ $(EXT4_SRC) -lext2fs -lcom_err -lpthread
+
+# ---- executable ---------------------------------------------------------------------------------
+
+dist/agentenv: $(TS_SRC) $(NATIVE) $(wildcard config/*) scripts/build.ts | node_modules/.ready
+	@$(BUN) run scripts/build.ts

@@ -1,0 +1,57 @@
+import type { ProgressSink } from "../lib/progress.ts";
+import type { LayerRef } from "../storage/overlaybd/types.ts";
+
+/** The part of an OCI image config that a sandbox is started with. */
+export interface ImageRuntimeConfig {
+  readonly env: Readonly<Record<string, string>>;
+  readonly workingDir?: string;
+  readonly user?: string;
+  readonly entrypoint?: readonly string[];
+  readonly cmd?: readonly string[];
+  readonly exposedPorts: readonly string[];
+  readonly volumes: readonly string[];
+  readonly labels: Readonly<Record<string, string>>;
+}
+
+export interface ResolvedImage {
+  /** The reference as completed, e.g. `docker.io/library/debian:12`. */
+  readonly reference: string;
+  /** Digest of the platform manifest the reference stood for: what is stored pins this. */
+  readonly manifestDigest: string;
+  readonly lowers: readonly LayerRef[];
+  readonly virtualSizeBytes: number;
+  readonly config: ImageRuntimeConfig;
+}
+
+export interface RegistryCredentials {
+  readonly username: string;
+  readonly password: string;
+}
+
+export interface ResolveOptions {
+  readonly credentials?: RegistryCredentials;
+  readonly progress?: ProgressSink;
+  readonly signal?: AbortSignal;
+}
+
+export interface ImageService extends AsyncDisposable {
+  /**
+   * Resolves a reference (registry reference, or `oci-layout:/path[:tag]` where the configuration allows
+   * local paths), downloads what is missing, converts each layer once and returns local layers.
+   * Errors: `image_invalid_reference` 400, `image_not_found` 404, `image_no_platform` 400,
+   * `image_digest_mismatch` 502, `image_truncated` 502, `image_unauthorized` 401→400,
+   * `image_registry_unreachable` 502, `image_unsupported` 400, `disk_full` 507.
+   */
+  resolve(reference: string, options?: ResolveOptions): Promise<ResolvedImage>;
+}
+
+export interface ImageServiceOptions {
+  readonly cacheDir: string;
+  readonly defaultImage: string;
+  readonly searchRegistries: readonly string[];
+  readonly allowedRegistries?: readonly string[];
+  readonly allowLocalPaths: boolean;
+  /** Size of the virtual disk made for converted images. */
+  readonly virtualSizeBytes: number;
+  readonly convertStandardOci: boolean;
+}

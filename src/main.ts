@@ -1,0 +1,51 @@
+/**
+ * The one entry of the one executable: picks a program by the name it was called under or the first
+ * argument, and loads only that program's modules. Workers start here, too.
+ */
+import { workerData } from "node:worker_threads";
+
+interface WorkerRole {
+  readonly role: "blockd-worker";
+}
+
+async function runWorker(data: WorkerRole): Promise<void> {
+  switch (data.role) {
+    case "blockd-worker": {
+      const { workerMain } = await import("./storage/blockd/index.ts");
+      await workerMain();
+      return;
+    }
+  }
+}
+
+async function runProgram(argv: string[]): Promise<number> {
+  const [name, ...rest] = argv;
+  switch (name) {
+    case "serve": {
+      const { serveMain } = await import("./server.ts");
+      return serveMain(rest);
+    }
+    case "blockd": {
+      const { blockdMain } = await import("./storage/blockd/index.ts");
+      return blockdMain(rest);
+    }
+    case "setup": {
+      const { setupMain } = await import("./setup/index.ts");
+      return setupMain(rest);
+    }
+    case "doctor": {
+      const { doctorMain } = await import("./setup/index.ts");
+      return doctorMain(rest);
+    }
+    default: {
+      const { cliMain } = await import("./cli/index.ts");
+      return cliMain(argv);
+    }
+  }
+}
+
+if (Bun.isMainThread) {
+  process.exitCode = await runProgram(process.argv.slice(2));
+} else {
+  await runWorker(workerData as WorkerRole);
+}

@@ -1,0 +1,113 @@
+import type { PhaseTimings } from "../sandbox/types.ts";
+
+export type SandboxState =
+  | "creating"
+  | "resuming"
+  | "running"
+  | "snapshotting"
+  | "forking"
+  | "pausing"
+  | "paused"
+  | "killing";
+
+export interface NetworkConfig {
+  readonly allowPublicTraffic?: boolean;
+  readonly allowOut?: readonly string[];
+  readonly denyOut?: readonly string[];
+  readonly maskRequestHost?: string;
+}
+
+/** Metadata record of one sandbox; what lists show and what is persisted. Times are ISO 8601 UTC. */
+export interface SandboxRecord {
+  readonly id: string;
+  /** Template or snapshot it was started from. */
+  readonly templateId: string;
+  readonly alias?: string;
+  readonly state: SandboxState;
+  readonly startedAt: string;
+  /** Deadline; only a running sandbox expires. */
+  readonly endAt: string;
+  readonly timeoutSeconds: number;
+  readonly onTimeout: "kill" | "pause";
+  readonly autoResume: boolean;
+  readonly secure: boolean;
+  readonly metadata: Readonly<Record<string, string>>;
+  readonly envVars: Readonly<Record<string, string>>;
+  readonly network?: NetworkConfig;
+  readonly allowInternetAccess?: boolean;
+  readonly mcp?: unknown;
+  readonly cpuCount: number;
+  readonly memoryMiB: number;
+  readonly diskSizeMiB: number;
+  readonly envdVersion: string;
+}
+
+export interface CreateSandboxRequest {
+  /** Id, alias, `alias:tag`, `ns/alias`, or a snapshot's id or name. */
+  readonly template: string;
+  readonly timeoutSeconds: number;
+  readonly onTimeout: "kill" | "pause";
+  readonly autoResume: boolean;
+  readonly secure: boolean;
+  readonly metadata: Readonly<Record<string, string>>;
+  readonly envVars: Readonly<Record<string, string>>;
+  readonly network?: NetworkConfig;
+  readonly allowInternetAccess?: boolean;
+  readonly mcp?: unknown;
+}
+
+/** Where the proxy sends a request, or why it cannot. */
+export type RouteLookup =
+  | {
+      readonly kind: "ready";
+      readonly hostAddress: string;
+      /** New at every start: connections of another instance must not be reused. */
+      readonly instanceId: string;
+      /** Aborts when the sandbox stops, pauses or dies: all its connections are cut. */
+      readonly gone: AbortSignal;
+    }
+  | { readonly kind: "not_found" }
+  | { readonly kind: "paused"; readonly autoResume: boolean }
+  | { readonly kind: "transitional"; readonly state: SandboxState }
+  | { readonly kind: "route_missing" };
+
+/** What the data plane must check before it looks for a route. */
+export interface SandboxAccess {
+  readonly secure: boolean;
+  readonly allowPublicTraffic: boolean;
+}
+
+/**
+ * Sandbox lifecycle. Every started operation finishes even if its caller goes away. Errors carry the
+ * status of the REST contract: `sandbox_not_found` 404, `sandbox_state_conflict` 409,
+ * `template_not_found` 404, `shutting_down` 503.
+ */
+export interface Orchestrator extends AsyncDisposable {
+  /** Loads persisted sandboxes, cleans up what an earlier process left, starts eviction. */
+  start(): Promise<void>;
+  create(request: CreateSandboxRequest): Promise<SandboxRecord>;
+  get(id: string): SandboxRecord;
+  /** All sandboxes that a list may show, in no particular order. */
+  list(): SandboxRecord[];
+  kill(id: string): Promise<void>;
+  pause(id: string): Promise<void>;
+  /** Sets the deadline to now + timeout, resuming when paused. */
+  resume(id: string, timeoutSeconds: number): Promise<SandboxRecord>;
+  /** Like resume for a paused sandbox; a running one's deadline is only ever extended. */
+  connect(id: string, timeoutSeconds: number): Promise<{ record: SandboxRecord; resumed: boolean }>;
+  setTimeout(id: string, timeoutSeconds: number): Promise<void>;
+  /** Never shortens; absent: the server's default timeout. */
+  refresh(id: string, durationSeconds?: number): Promise<void>;
+  /** Undefined when the id is unknown. */
+  access(id: string): SandboxAccess | undefined;
+  route(id: string): RouteLookup;
+  /** Resume on traffic; shared by concurrent requests. Resolves when a route is there. */
+  autoResume(id: string): Promise<void>;
+  /** envd access token of a secured sandbox, derived, never stored. */
+  accessToken(id: string): string;
+  trafficToken(id: string): string;
+  /** Timings of the last create, pause and resume of a running or paused sandbox, by operation. */
+  timings(id: string): Readonly<Record<string, PhaseTimings>>;
+  /** Pauses and persists every running sandbox, then refuses further work. */
+  shutdown(): Promise<void>;
+}

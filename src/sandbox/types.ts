@@ -1,0 +1,114 @@
+import type { MemoryImage } from "../memory/types.ts";
+import type { LayerRef } from "../storage/overlaybd/types.ts";
+import type { VmExit, VmIdentity, VmReference, VmShape } from "../vmm/types.ts";
+
+/** Port the guest agent listens on in every guest. */
+export const AGENT_PORT = 49983;
+
+/**
+ * A VM that stands still: device state, memory chain and disk chain that belong together. JSON, file
+ * paths absolute. Enough to start any number of VMs from; nothing in it is ever written again.
+ */
+export interface CapturedState {
+  readonly version: 1;
+  readonly vm: VmIdentity;
+  readonly shape: VmShape;
+  readonly deviceStatePath: string;
+  readonly memory: MemoryImage;
+  readonly rootfs: { readonly lowers: readonly LayerRef[]; readonly virtualSizeBytes: number };
+  /** Version the agent in the guest reported. */
+  readonly envdVersion: string;
+}
+
+/** What the guest is told at every start (agent `POST /init`). */
+export interface GuestIdentity {
+  readonly sandboxId: string;
+  readonly templateId: string;
+  /** Absent: the sandbox is not secured. */
+  readonly accessToken?: string;
+  readonly envVars: Readonly<Record<string, string>>;
+  readonly defaultUser?: string;
+  readonly defaultWorkdir?: string;
+}
+
+export interface BootSpec {
+  readonly identity: GuestIdentity;
+  readonly shape: VmShape;
+  readonly rootfs: { readonly lowers: readonly LayerRef[]; readonly virtualSizeBytes: number };
+  /** Extra kernel command line words. */
+  readonly extraBootArgs?: readonly string[];
+}
+
+export interface ResumeSpec {
+  readonly identity: GuestIdentity;
+  readonly state: CapturedState;
+}
+
+/** Time spent in each part of a start, pause or resume, in milliseconds. */
+export type PhaseTimings = Readonly<Record<string, number>>;
+
+/** One running sandbox put together: VM, network slot, block device, memory lease, agent. */
+export interface RunningSandbox extends AsyncDisposable {
+  readonly sandboxId: string;
+  /** Every port of the guest is reached here. */
+  readonly hostAddress: string;
+  readonly envdVersion: string;
+  readonly shape: VmShape;
+  readonly diskSizeBytes: number;
+  readonly vm: VmReference;
+  readonly exited: Promise<VmExit>;
+  readonly timings: PhaseTimings;
+  /**
+   * Stops the vCPUs and captures everything into `dir` (made by this call). The VM stands still when it
+   * resolves; follow with `resumeInPlace()` or dispose. Error code `capture_terminal`: the live stack
+   * changed and the sandbox cannot go on; any other error: the VM runs again as before.
+   */
+  capture(dir: string): Promise<{ readonly state: CapturedState; readonly timings: PhaseTimings }>;
+  resumeInPlace(): Promise<void>;
+  /** Runs agent `/init` again (new token, clock). */
+  reinit(identity: GuestIdentity): Promise<void>;
+  /** Kills the VM and releases all it held. Idempotent; the same as disposing. */
+  stop(): Promise<void>;
+}
+
+export interface SandboxFactory {
+  /** Cold boot; resolves when the agent answered and was initialised. On error nothing is left behind. */
+  boot(spec: BootSpec): Promise<RunningSandbox>;
+  /** From a captured state, same guarantee. */
+  resume(spec: ResumeSpec): Promise<RunningSandbox>;
+  /** Kills VMs and removes devices, slots and work dirs of an earlier process that nobody adopted. */
+  cleanUp(): Promise<{ readonly vms: number; readonly devices: number; readonly workDirs: number }>;
+}
+
+export interface CommandOutcome {
+  readonly exitCode: number;
+  readonly signal?: string;
+  readonly stdout: string;
+  readonly stderr: string;
+}
+
+/** Host-side client of the guest agent (HTTP and Connect JSON), see spec envd. */
+export interface AgentClient {
+  /** Polls `/health` until it answers; throws `agent_not_ready` after `timeoutMs`. */
+  waitHealthy(timeoutMs: number, signal?: AbortSignal): Promise<void>;
+  /** Returns the agent's version. */
+  init(identity: GuestIdentity): Promise<string>;
+  run(command: {
+    readonly cmd: string;
+    readonly args: readonly string[];
+    readonly env?: Readonly<Record<string, string>>;
+    readonly cwd?: string;
+    readonly user?: string;
+    readonly timeoutMs?: number;
+    readonly onStdout?: (chunk: Uint8Array) => void;
+    readonly onStderr?: (chunk: Uint8Array) => void;
+  }): Promise<CommandOutcome>;
+  /** Starts a process and returns when it has its pid; its output is discarded. */
+  startDetached(command: {
+    readonly cmd: string;
+    readonly args: readonly string[];
+    readonly env?: Readonly<Record<string, string>>;
+    readonly cwd?: string;
+    readonly user?: string;
+  }): Promise<{ readonly pid: number; readonly exited: Promise<CommandOutcome> }>;
+}

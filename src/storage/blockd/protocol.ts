@@ -1,0 +1,96 @@
+import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
+
+/**
+ * The block daemon's socket protocol. One unix stream socket; every message is a 4-byte little-endian
+ * length followed by that many bytes of JSON (at most 1 MiB). The client speaks first with `hello`.
+ * Requests carry an id and may be answered in any order.
+ */
+export const BLOCKD_PROTOCOL_VERSION = 1;
+export const BLOCKD_MAX_MESSAGE_BYTES = 1 << 20;
+
+export type ExportKind = "nbd" | "ublk";
+
+export interface DeviceSpec {
+  /** Chosen by the caller, `[A-Za-z0-9_.-]{1,128}`; creating the same id twice with the same spec is one device. */
+  readonly deviceId: string;
+  readonly image: ImageConfig;
+  /** No upper is opened and guest writes fail. */
+  readonly readOnly: boolean;
+  readonly exportKind: ExportKind;
+}
+
+export interface DeviceInfo {
+  readonly deviceId: string;
+  readonly virtualSizeBytes: number;
+  readonly readOnly: boolean;
+  readonly exportKind: ExportKind;
+  /** NBD: unix socket path. */
+  readonly socketPath?: string;
+  /** NBD: export name. */
+  readonly exportName?: string;
+  /** ublk: block device path. */
+  readonly devicePath?: string;
+  readonly image: ImageConfig;
+}
+
+export type BlockdRequest =
+  | { readonly op: "hello"; readonly version: number }
+  | { readonly op: "create"; readonly device: DeviceSpec }
+  | { readonly op: "get"; readonly deviceId: string }
+  | { readonly op: "list" }
+  /** Closes the export and the files; nothing on disk is removed. Unknown ids are fine. */
+  | { readonly op: "release"; readonly deviceId: string }
+  /** Everything the guest was told is written is on stable storage. */
+  | { readonly op: "flush"; readonly deviceId: string }
+  /** Live snapshot of the device's upper, see LayerStack.restack. */
+  | { readonly op: "restack"; readonly deviceId: string; readonly sealedPath: string; readonly freshUpper: UpperRef }
+  | { readonly op: "stats" }
+  /** Flushes and releases every device, removes the socket and exits. */
+  | { readonly op: "shutdown" };
+
+export interface BlockdStats {
+  readonly pid: number;
+  readonly startedAt: string;
+  readonly rssBytes: number;
+  readonly devices: readonly {
+    readonly deviceId: string;
+    readonly readOps: number;
+    readonly readBytes: number;
+    readonly writeOps: number;
+    readonly writeBytes: number;
+    readonly flushOps: number;
+    readonly connections: number;
+    readonly upperDataBytes: number;
+    readonly upperLiveBytes: number;
+    readonly lowerCount: number;
+  }[];
+}
+
+export type BlockdError = {
+  /** `invalid_request`: the caller's fault; `terminal`: the device's state changed and it is unusable. */
+  readonly kind: "invalid_request" | "error" | "terminal";
+  readonly code: string;
+  readonly message: string;
+};
+
+/** The daemon as the rest of the server sees it. Every call has a deadline (default 30 s). */
+export interface BlockClient extends AsyncDisposable {
+  create(device: DeviceSpec): Promise<DeviceInfo>;
+  get(deviceId: string): Promise<DeviceInfo | undefined>;
+  list(): Promise<DeviceInfo[]>;
+  release(deviceId: string): Promise<void>;
+  flush(deviceId: string): Promise<void>;
+  restack(deviceId: string, sealedPath: string, freshUpper: UpperRef): Promise<LayerRef>;
+  stats(): Promise<BlockdStats>;
+  shutdown(): Promise<void>;
+}
+
+/** How the server starts, finds and watches the daemon. */
+export interface BlockdSupervisorOptions {
+  /** Command line that starts the daemon, e.g. `[process.execPath, "blockd"]`. */
+  readonly argv: readonly string[];
+  readonly socketPath: string;
+  /** Device table and export sockets live here (must survive the daemon, not the host). */
+  readonly runtimeDir: string;
+  readonly logPath: string;
+}

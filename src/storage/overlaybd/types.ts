@@ -1,0 +1,88 @@
+/**
+ * Public face of the overlaybd room. Offsets and sizes are bytes (multiples of 512) unless a name says
+ * `lbaSectors`. All calls are synchronous and belong to one thread: one device, one owner.
+ */
+
+/** One read-only layer of an image or memory chain, bottom to top order in lists. */
+export interface LayerRef {
+  /** Absolute path of a local layer file: LSMT, ZFile or either wrapped in tar. */
+  readonly file: string;
+  /** `sha256:<hex>` of the file where it is known (content-addressed layers). */
+  readonly digest?: string;
+  /** Size of the file in bytes where it is known. */
+  readonly size?: number;
+  /** UUID in the layer's trailer, lower case, where it has one. */
+  readonly uuid?: string;
+}
+
+export type UpperMode = "logStructured" | "sparse" | "hybridLogStructured";
+
+/** The writable layer: created when `data` does not exist, else opened and replayed. */
+export interface UpperRef {
+  readonly data: string;
+  /** Absent only for `sparse`. */
+  readonly index?: string;
+  readonly mode?: UpperMode;
+}
+
+/** What lies under one block device or memory image. JSON form is kept on disk as `image.json`. */
+export interface ImageConfig {
+  readonly lowers: readonly LayerRef[];
+  readonly upper?: UpperRef;
+  /**
+   * Size of the virtual disk in bytes. Absent: inherited from the topmost lower that has one.
+   * Required when there is no lower.
+   */
+  readonly virtualSizeBytes?: number;
+}
+
+/** A stack of layers opened for I/O. Reads and writes past `virtualSizeBytes` are errors. */
+export interface LayerStack extends Disposable {
+  readonly virtualSizeBytes: number;
+  readonly readOnly: boolean;
+  /** Fills `target` from `offsetBytes`. Holes and zeroed ranges read as zeros. */
+  read(offsetBytes: number, target: Uint8Array): void;
+  write(offsetBytes: number, source: Uint8Array): void;
+  /** The range reads as zeros afterwards, also over data of lower layers. */
+  discard(offsetBytes: number, lengthBytes: number): void;
+  /** Everything written before is on stable storage when this returns. */
+  flush(): void;
+  /** Ranges that hold data or explicit zeros in the layers given by `layers` ("all", or the upper alone). */
+  mappedExtents(layers: "all" | "upper"): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }>;
+  /**
+   * Live snapshot: seals the upper in place (its data file becomes a read-only layer, renamed to
+   * `sealedPath`), makes it the topmost lower and continues on `freshUpper`. Durable when it returns;
+   * the work does not depend on the amount of data. On error the stack is unchanged and still usable
+   * unless the error's code is `restack_terminal`.
+   */
+  restack(sealedPath: string, freshUpper: UpperRef): LayerRef;
+  /** Seals the upper in place, without a fresh one: the stack is read-only afterwards. */
+  seal(sealedPath: string): LayerRef;
+  stats(): { upperDataBytes: number; upperLiveBytes: number; lowerCount: number };
+}
+
+export interface CommitOptions {
+  /** Written to header and trailer; absent: no uuid. */
+  readonly uuid?: string;
+  readonly parentUuid?: string;
+  /** ZFile compression of the committed layer; absent: plain LSMT. */
+  readonly compression?: { readonly algorithm: "lz4" | "zstd"; readonly blockSizeBytes: number };
+}
+
+export interface OverlaybdRoom {
+  openStack(config: ImageConfig): LayerStack;
+  /** Creates an empty upper (log-structured pair or sparse file) of the given size; 0 inherits. */
+  createUpper(upper: UpperRef, virtualSizeBytes: number): void;
+  /** Compacts the upper of a stack (its own mappings alone) into a committed layer at `target`. */
+  commitUpper(upper: UpperRef, target: string, options: CommitOptions): LayerRef;
+  /** Flattens consecutive layers (bottom to top) into one committed layer with the same content. */
+  mergeLayers(layers: readonly LayerRef[], target: string, options: CommitOptions): LayerRef;
+  /** Header, trailer and mapping count of a layer; throws with offset and reason when it is not valid. */
+  inspectLayer(file: string): {
+    readonly virtualSizeBytes: number;
+    readonly mappingCount: number;
+    readonly uuid?: string;
+    readonly parentUuid?: string;
+    readonly container: readonly ("tar" | "zfile" | "lsmt")[];
+  };
+}

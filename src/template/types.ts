@@ -1,0 +1,43 @@
+import type { BuildRecord, SnapshotRecord } from "../snapshot/types.ts";
+
+export interface BuildLogEntry {
+  readonly timestamp: string;
+  readonly level: "debug" | "info" | "warn" | "error";
+  readonly message: string;
+  readonly step?: string;
+}
+
+export interface TemplateCreateRequest {
+  /** `alias` or `alias:tag`. */
+  readonly name: string;
+  readonly tags: readonly string[];
+  readonly cpuCount?: number;
+  readonly memoryMiB?: number;
+}
+
+export interface BuildStartRequest {
+  readonly fromImage?: string;
+  readonly fromTemplate?: string;
+  readonly credentials?: { readonly username: string; readonly password: string };
+  readonly steps: readonly { readonly type: string; readonly args: readonly string[]; readonly filesHash?: string }[];
+  readonly startCmd?: string;
+  readonly readyCmd?: string;
+}
+
+/** Template builds: image -> build sandbox -> start/ready commands -> capture -> committed snapshot. */
+export interface TemplateService extends AsyncDisposable {
+  /** Marks builds that an earlier process left unfinished as failed. */
+  start(): Promise<void>;
+  create(request: TemplateCreateRequest): Promise<{ templateId: string; buildId: string; alias: string; tags: string[] }>;
+  /** Returns once the build is admitted; it runs on its own. */
+  startBuild(templateId: string, buildId: string, request: BuildStartRequest): Promise<void>;
+  build(templateId: string, buildId: string): Promise<{
+    record: SnapshotRecord;
+    build: BuildRecord;
+    logs: readonly BuildLogEntry[];
+  }>;
+  list(): Promise<SnapshotRecord[]>;
+  /** By template id or alias. */
+  resolve(name: string): Promise<SnapshotRecord | undefined>;
+  delete(name: string): Promise<void>;
+}

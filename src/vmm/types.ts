@@ -1,0 +1,109 @@
+/**
+ * The VMM interface. A driver knows its binary and nothing about sandboxes, storage or networks: it is
+ * handed a namespace, drives, a memory file and a work directory, and gives back a running process.
+ */
+export type VirtualizationMode = "kvm" | "pvm" | "tcg";
+
+export interface VmmProbe {
+  readonly vmm: "qemu" | "firecracker";
+  readonly version: string;
+  readonly binary: string;
+  /** The mode that would be used. */
+  readonly mode: VirtualizationMode;
+  /** Why that mode, in a sentence a user understands. */
+  readonly reason: string;
+  /** What works with limits, e.g. an old QEMU. */
+  readonly warnings: readonly string[];
+}
+
+export interface VmDrive {
+  /** Stable over save and restore: `rootfs`, or the drive's id. */
+  readonly driveId: string;
+  readonly readOnly: boolean;
+  readonly backend:
+    | { readonly kind: "nbd"; readonly socketPath: string; readonly exportName: string }
+    | { readonly kind: "block"; readonly devicePath: string };
+}
+
+export interface VmNetwork {
+  /** Path of the network namespace the VMM process is started in. */
+  readonly netnsPath: string;
+  readonly tapName: string;
+  readonly macAddress: string;
+}
+
+/** What stays the same from the first boot over every restore. Stored with a snapshot. */
+export interface VmShape {
+  readonly vcpuCount: number;
+  readonly memoryMiB: number;
+}
+
+/** Which VMM made a snapshot: a restore elsewhere is refused by name when one of these differs. */
+export interface VmIdentity {
+  readonly vmm: "qemu" | "firecracker";
+  readonly vmmVersion: string;
+  readonly mode: VirtualizationMode;
+  readonly cpuModel: string;
+  readonly kernelVersion: string;
+}
+
+export interface VmLaunchSpec {
+  readonly vmId: string;
+  readonly workDir: string;
+  readonly shape: VmShape;
+  readonly kernelPath: string;
+  readonly initrdPath: string;
+  readonly kernelArgs: readonly string[];
+  readonly drives: readonly VmDrive[];
+  readonly network: VmNetwork;
+  /** Sparse file of the memory's size, mapped privately; never written by the VMM. */
+  readonly memoryFile: string;
+  /** Guest console is appended here. */
+  readonly consoleLogPath: string;
+}
+
+export interface VmRestoreSpec extends VmLaunchSpec {
+  readonly deviceStatePath: string;
+}
+
+export interface VmExit {
+  readonly exitCode: number | null;
+  readonly signal: string | null;
+  /** Last lines the VMM wrote to its standard error. */
+  readonly stderrTail: string;
+}
+
+/** Enough to find a VM again after a restart of the server. JSON. */
+export interface VmReference {
+  readonly vmId: string;
+  readonly pid: number;
+  /** Start time of the process from /proc/PID/stat field 22: guards against a reused pid. */
+  readonly startTimeTicks: string;
+  readonly controlSocketPath: string;
+  readonly workDir: string;
+  readonly memoryFile: string;
+}
+
+export interface VmHandle extends AsyncDisposable {
+  readonly reference: VmReference;
+  /** Resolves when the process is gone; never rejects. */
+  readonly exited: Promise<VmExit>;
+  /** Stops the vCPUs; drives are drained and flushed when it returns. */
+  pause(): Promise<void>;
+  resume(): Promise<void>;
+  /** VM must be paused. Writes everything but memory and disks. */
+  saveDeviceState(path: string): Promise<void>;
+  /** SIGTERM, then SIGKILL after `graceMs`; resolves when the process is gone. Idempotent. */
+  kill(graceMs?: number): Promise<void>;
+}
+
+export interface VmmDriver {
+  readonly identity: Promise<VmIdentity>;
+  probe(): Promise<VmmProbe>;
+  /** Cold boot; the vCPUs run when it resolves. On error nothing is left behind. */
+  launch(spec: VmLaunchSpec): Promise<VmHandle>;
+  /** From device state and memory file; the vCPUs run when it resolves. */
+  restore(spec: VmRestoreSpec): Promise<VmHandle>;
+  /** Takes over a VM started by an earlier process; undefined when it is gone. */
+  adopt(reference: VmReference): Promise<VmHandle | undefined>;
+}
