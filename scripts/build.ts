@@ -5,7 +5,8 @@ import pkg from "../package.json" with { type: "json" };
 
 const started = performance.now();
 await mkdir("dist", { recursive: true });
-const commit = Bun.spawnSync(["git", "rev-parse", "--short=12", "HEAD"]).stdout.toString().trim() || "unknown";
+const commit =
+  Bun.spawnSync(["git", "rev-parse", "--short=12", "HEAD"]).stdout.toString().trim() || "unknown";
 
 const flags = [
   "--compile",

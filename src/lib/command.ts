@@ -16,7 +16,10 @@ export interface CommandResult {
 }
 
 /** Runs a host command to its end. Output is small by contract (it is kept in memory). */
-export async function tryCommand(argv: readonly string[], options: CommandOptions = {}): Promise<CommandResult> {
+export async function tryCommand(
+  argv: readonly string[],
+  options: CommandOptions = {},
+): Promise<CommandResult> {
   const timeoutMs = options.timeoutMs ?? 30_000;
   let child: Bun.Subprocess<"ignore" | Uint8Array<ArrayBuffer>, "pipe", "pipe">;
   try {

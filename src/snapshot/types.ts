@@ -72,5 +72,7 @@ export interface SnapshotRepository {
   /** Record, aliases and own files; layers nobody refers to are removed by `collect`. Idempotent. */
   delete(id: string): Promise<void>;
   /** Removes layers that no committed snapshot and none of `pinned` (absolute files) uses. */
-  collect(pinned: ReadonlySet<string>): Promise<{ readonly removedFiles: number; readonly removedBytes: number }>;
+  collect(
+    pinned: ReadonlySet<string>,
+  ): Promise<{ readonly removedFiles: number; readonly removedBytes: number }>;
 }

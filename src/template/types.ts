@@ -19,7 +19,11 @@ export interface BuildStartRequest {
   readonly fromImage?: string;
   readonly fromTemplate?: string;
   readonly credentials?: { readonly username: string; readonly password: string };
-  readonly steps: readonly { readonly type: string; readonly args: readonly string[]; readonly filesHash?: string }[];
+  readonly steps: readonly {
+    readonly type: string;
+    readonly args: readonly string[];
+    readonly filesHash?: string;
+  }[];
   readonly startCmd?: string;
   readonly readyCmd?: string;
 }
@@ -28,10 +32,15 @@ export interface BuildStartRequest {
 export interface TemplateService extends AsyncDisposable {
   /** Marks builds that an earlier process left unfinished as failed. */
   start(): Promise<void>;
-  create(request: TemplateCreateRequest): Promise<{ templateId: string; buildId: string; alias: string; tags: string[] }>;
+  create(
+    request: TemplateCreateRequest,
+  ): Promise<{ templateId: string; buildId: string; alias: string; tags: string[] }>;
   /** Returns once the build is admitted; it runs on its own. */
   startBuild(templateId: string, buildId: string, request: BuildStartRequest): Promise<void>;
-  build(templateId: string, buildId: string): Promise<{
+  build(
+    templateId: string,
+    buildId: string,
+  ): Promise<{
     record: SnapshotRecord;
     build: BuildRecord;
     logs: readonly BuildLogEntry[];

@@ -43,7 +43,12 @@ export type BlockdRequest =
   /** Everything the guest was told is written is on stable storage. */
   | { readonly op: "flush"; readonly deviceId: string }
   /** Live snapshot of the device's upper, see LayerStack.restack. */
-  | { readonly op: "restack"; readonly deviceId: string; readonly sealedPath: string; readonly freshUpper: UpperRef }
+  | {
+      readonly op: "restack";
+      readonly deviceId: string;
+      readonly sealedPath: string;
+      readonly freshUpper: UpperRef;
+    }
   | { readonly op: "stats" }
   /** Flushes and releases every device, removes the socket and exits. */
   | { readonly op: "shutdown" };

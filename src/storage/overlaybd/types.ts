@@ -48,7 +48,9 @@ export interface LayerStack extends Disposable {
   /** Everything written before is on stable storage when this returns. */
   flush(): void;
   /** Ranges that hold data or explicit zeros in the layers given by `layers` ("all", or the upper alone). */
-  mappedExtents(layers: "all" | "upper"): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }>;
+  mappedExtents(
+    layers: "all" | "upper",
+  ): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }>;
   /**
    * Live snapshot: seals the upper in place (its data file becomes a read-only layer, renamed to
    * `sealedPath`), makes it the topmost lower and continues on `freshUpper`. Durable when it returns;

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Runs every check and test and ends with one line `N passed, N failed, N skipped`.
+# AENV_TEST_FILTER limits the run to test files whose path contains it.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+. scripts/versions.sh
+export PATH="$PWD/.tools/bin:$PATH" CI=${CI:-}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+passed=0 failed=0 skipped=0
+note() { printf '\n== %s\n' "$*"; }
+
+note "lint"
+if scripts/lint.sh; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+
+note "guest kernel, initrd and VMM for the microVM tests"
+export AENV_TEST_HOME=${AENV_TEST_HOME:-$PWD/.aenv/home}
+if dist/agentenv setup --home "$AENV_TEST_HOME"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "microVM tests cannot run without it"; fi
+
+# One process per file group: a crash of one file is that file's failure. The counts come from bun's own report.
+suite() { # name, timeout seconds, bun test arguments
+  local name=$1 limit=$2; shift 2
+  note "$name"
+  local log=$work/$name.log rc
+  timeout --kill-after=20 "$limit" bun test "$@" 2>&1 | tee "$log"
+  rc=${PIPESTATUS[0]}
+  local p f s t
+  p=$(sed -nE 's/^ *([0-9]+) pass$/\1/p' "$log" | tail -1) f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
+  s=$(sed -nE 's/^ *([0-9]+) skip$/\1/p' "$log" | tail -1) t=$(grep -cE '^Ran [0-9]+ tests? across' "$log")
+  passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
+  # No summary (killed, exited early) or a bad status without a counted failure is a failure of its own.
+  if [[ $t == 0 || ( $rc != 0 && ${f:-0} == 0 ) ]]; then
+    echo "suite $name ended with status $rc and without a complete report"; failed=$((failed + 1))
+  fi
+}
+
+filter=${AENV_TEST_FILTER:-}
+mapfile -t unit < <(find src ffi scripts tests -name '*.test.ts' -not -path 'tests/e2e/*' -not -path 'tests/rig/*' | grep -F -- "$filter" | sort)
+mapfile -t e2e < <(find tests/e2e -name '*.test.ts' | grep -F -- "$filter" | sort)
+((${#unit[@]} == 0)) || suite unit 900 --parallel=2 "${unit[@]/#/./}"
+((${#e2e[@]} == 0)) || suite e2e 1200 --timeout 180000 "${e2e[@]/#/./}"
+
+printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
+((failed == 0))
