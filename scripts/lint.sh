@@ -11,6 +11,6 @@ step() {
 shells() { local f; for f in scripts/*.sh .ci/run tests/rig/*.sh; do [[ ! -e $f ]] || bash -n "$f" || return 1; done; }
 step "format and lint (biome)" node_modules/.bin/biome check --error-on-warnings .
 step "types (tsc)" node_modules/.bin/tsc -p tsconfig.json
-step "import directions (dependency-cruiser)" .tools/bin/bun node_modules/dependency-cruiser/bin/dependency-cruise.mjs --config .dependency-cruiser.cjs src ffi
+step "import directions (dependency-cruiser)" .tools/bin/bun node_modules/dependency-cruiser/bin/dependency-cruiser.mjs --config .dependency-cruiser.cjs src ffi
 step "shell scripts" shells
 exit $failed
