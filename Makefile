@@ -74,7 +74,7 @@ build/libaenv.so: $(SHIM_SRC) $(SHIM_HDR) | .tools/ready
 	@mkdir -p build
 	@echo "  CC      $@"
 	@$(CC) $(CFLAGS) -shared -fPIC -fvisibility=hidden -msse4.2 -o $@.tmp $(SHIM_SRC) \
-	  -Wl,-z,defs -Wl,-Bstatic -luring -lzstd -llz4 -Wl,-Bdynamic -lpthread
+	  -Wl,-z,defs -Wl,--exclude-libs,ALL -Wl,-Bstatic -luring -lzstd -llz4 -Wl,-Bdynamic -lpthread
 	@mv $@.tmp $@
 
 build/envd: $(ENVD_SRC) $(ENVD_HDR) | .tools/ready
