@@ -1,0 +1,42 @@
+import { AenvError, errorChain } from "../lib/errors.ts";
+
+/** Error body of the REST contract: `code` equals the HTTP status. */
+export interface ErrorBodyJson {
+  readonly code: number;
+  readonly message: string;
+  readonly error_code?: string;
+  readonly cause?: readonly string[];
+  readonly remediation?: string;
+}
+
+export function errorResponse(error: unknown): Response {
+  if (error instanceof AenvError) {
+    const [message, ...cause] = errorChain(error);
+    return jsonError(
+      {
+        code: error.status,
+        message: message ?? error.code,
+        error_code: error.code,
+        ...(cause.length > 0 ? { cause } : {}),
+        ...(error.remediation === undefined ? {} : { remediation: error.remediation }),
+      },
+      error.headers,
+    );
+  }
+  return jsonError({
+    code: 500,
+    message: "internal error; the server's log has the details under the request id in x-request-id",
+    error_code: "internal_server_error",
+  });
+}
+
+function jsonError(body: ErrorBodyJson, headers: Readonly<Record<string, string>> = {}): Response {
+  return new Response(`${JSON.stringify(body)}\n`, {
+    status: body.code,
+    headers: { "content-type": "application/json", ...headers },
+  });
+}
+
+export function badRequest(message: string, code = "invalid_request", remediation?: string): AenvError {
+  return new AenvError({ code, status: 400, message, ...(remediation === undefined ? {} : { remediation }) });
+}

@@ -1,0 +1,185 @@
+import { Elysia } from "elysia";
+import { AenvError } from "../lib/errors.ts";
+import { newId } from "../lib/ids.ts";
+import type { Logger } from "../lib/log.ts";
+import type { Orchestrator } from "../orchestrator/types.ts";
+import type { TemplateService } from "../template/types.ts";
+import { isAuthorized, unauthorized } from "./auth.ts";
+import { errorResponse } from "./errors.ts";
+import { HttpMetrics, renderProcessMetrics } from "./metrics.ts";
+import { openApiDocument, openApiPage } from "./openapi.ts";
+import { type Route, route, runRoute } from "./route.ts";
+import { sandboxRoutes } from "./sandboxes.ts";
+import { templateRoutes } from "./templates.ts";
+
+export { constantTimeEqual } from "./auth.ts";
+
+export interface ControlApiOptions {
+  readonly orchestrator: Orchestrator;
+  readonly templates: TemplateService;
+  /** One key, or two while a rotation lasts. */
+  readonly apiKeys: readonly string[];
+  readonly defaultTimeoutSeconds: number;
+  readonly sandboxProxyDomains: readonly string[];
+  readonly version: string;
+  readonly log: Logger;
+}
+
+export interface ControlApi {
+  /** Answers one control-plane request; never rejects. */
+  handle(request: Request): Promise<Response>;
+  /** True when a route of the control plane has this path, whatever the method. */
+  hasPath(pathname: string): boolean;
+  readonly routes: readonly Route[];
+}
+
+const CORS_EXPOSED = "X-Next-Token, X-Total-Running, X-Request-Id, X-Agentenv-Sandbox-Id, Retry-After";
+
+function withCommonHeaders(response: Response, requestId: string): Response {
+  response.headers.set("access-control-allow-origin", "*");
+  response.headers.set("access-control-expose-headers", CORS_EXPOSED);
+  response.headers.set("x-request-id", requestId);
+  return response;
+}
+
+function preflight(request: Request): Response {
+  return new Response(null, {
+    status: 204,
+    headers: {
+      "access-control-allow-methods": "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS",
+      "access-control-allow-headers": request.headers.get("access-control-request-headers") ?? "*",
+      "access-control-max-age": "86400",
+    },
+  });
+}
+
+export function createControlApi(options: ControlApiOptions): ControlApi {
+  const { orchestrator, templates, log } = options;
+  const metrics = new HttpMetrics();
+
+  const nodeRoutes: Route[] = [
+    route({
+      method: "GET",
+      path: "/health",
+      summary: "The server answers",
+      tag: "node",
+      authenticated: false,
+      success: [{ status: 204, description: "Healthy" }],
+      errors: [],
+      run: async () => ({ status: 204 }),
+    }),
+    route({
+      method: "GET",
+      path: "/metrics",
+      summary: "Prometheus metrics",
+      tag: "node",
+      authenticated: false,
+      success: [{ status: 200, description: "Prometheus text format" }],
+      errors: [],
+      run: async () =>
+        new Response(renderProcessMetrics(orchestrator) + metrics.render(), {
+          headers: { "content-type": "text/plain; version=0.0.4; charset=utf-8" },
+        }),
+    }),
+    route({
+      method: "GET",
+      path: "/openapi.json",
+      summary: "This API as an OpenAPI document",
+      tag: "node",
+      authenticated: false,
+      success: [{ status: 200, description: "OpenAPI 3.1" }],
+      errors: [],
+      run: async () => ({ status: 200, json: document }),
+    }),
+    route({
+      method: "GET",
+      path: "/docs",
+      summary: "This API as a page",
+      tag: "node",
+      authenticated: false,
+      success: [{ status: 200, description: "HTML" }],
+      errors: [],
+      run: async () => new Response(page, { headers: { "content-type": "text/html; charset=utf-8" } }),
+    }),
+  ];
+  const domain = options.sandboxProxyDomains[0];
+  const routes: Route[] = [
+    ...nodeRoutes,
+    ...sandboxRoutes({
+      orchestrator,
+      defaultTimeoutSeconds: options.defaultTimeoutSeconds,
+      ...(domain === undefined ? {} : { domain }),
+    }),
+    ...templateRoutes(templates),
+  ];
+  const document = openApiDocument(routes, options.version);
+  const page = openApiPage(document);
+
+  const notFound = (request: Request) => {
+    if (!isAuthorized(request.headers, options.apiKeys)) return errorResponse(unauthorized());
+    return errorResponse(
+      new AenvError({
+        code: "route_not_found",
+        status: 404,
+        message: `route not found: ${request.method} ${new URL(request.url).pathname}`,
+      }),
+    );
+  };
+
+  const app = new Elysia({ normalize: false });
+  /** Route of a request, for logs and metrics: the pattern has no ids in it. */
+  const patterns = new WeakMap<Request, string>();
+  for (const definition of routes) {
+    app.route(
+      definition.method,
+      definition.path,
+      async ({ request, params }) => {
+        patterns.set(request, definition.path);
+        try {
+          if (definition.authenticated && !isAuthorized(request.headers, options.apiKeys))
+            throw unauthorized();
+          return await runRoute(definition, request, params as Record<string, string>);
+        } catch (error) {
+          if (!(error instanceof AenvError) || error.status >= 500) {
+            log.error({ err: error, method: request.method, route: definition.path }, "request failed");
+          }
+          return errorResponse(error);
+        }
+      },
+      { parse: "none" },
+    );
+  }
+  app.onError(({ request, code, error }) => {
+    if (code === "NOT_FOUND") return notFound(request);
+    log.error({ err: error, code }, "request failed outside a route");
+    return errorResponse(error);
+  });
+
+  const shapes = routes.map((entry) => new RegExp(`^${entry.path.replace(/:[A-Za-z]+/g, "[^/]+")}/?$`));
+
+  return {
+    routes,
+    hasPath: (pathname) => shapes.some((shape) => shape.test(pathname)),
+    async handle(request) {
+      const started = performance.now();
+      const requestId = newId();
+      const response =
+        request.method === "OPTIONS" ? preflight(request) : ((await app.fetch(request)) as Response);
+      const seconds = (performance.now() - started) / 1000;
+      const pattern = patterns.get(request) ?? "none";
+      metrics.observe(request.method, pattern, response.status, seconds);
+      log.info(
+        {
+          requestId,
+          method: request.method,
+          route: pattern,
+          path: new URL(request.url).pathname,
+          status: response.status,
+          ms: Math.round(seconds * 10_000) / 10,
+        },
+        "request",
+      );
+      return withCommonHeaders(response, requestId);
+    },
+  };
+}

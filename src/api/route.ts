@@ -1,0 +1,135 @@
+import type { z } from "zod";
+import { AenvError } from "../lib/errors.ts";
+import { badRequest } from "./errors.ts";
+
+export type Method = "GET" | "POST" | "PUT" | "PATCH" | "DELETE";
+
+export interface RouteInput<Query, Body> {
+  readonly request: Request;
+  readonly params: Readonly<Record<string, string>>;
+  readonly query: Query;
+  readonly body: Body;
+}
+
+export interface RouteReply {
+  readonly status: number;
+  /** JSON body; absent: an empty body with `Content-Length: 0`. */
+  readonly json?: unknown;
+  readonly headers?: Readonly<Record<string, string>>;
+}
+
+/** One endpoint: what the OpenAPI document says and what runs, from the same schemas. */
+export interface Route {
+  readonly method: Method;
+  /** `/sandboxes/:id` */
+  readonly path: string;
+  readonly summary: string;
+  readonly tag: "sandboxes" | "templates" | "node";
+  /** false: open to everybody. */
+  readonly authenticated: boolean;
+  readonly query?: z.ZodObject;
+  readonly body?: z.ZodType;
+  readonly success: readonly {
+    readonly status: number;
+    readonly schema?: z.ZodType;
+    readonly description: string;
+  }[];
+  /** Error statuses besides 401, 500 and 503. */
+  readonly errors: readonly number[];
+  readonly run: (input: RouteInput<unknown, unknown>) => Promise<RouteReply | Response>;
+}
+
+/** Declares a route; the handler sees the query and body as their schemas give them. */
+export function route<
+  Query extends z.ZodObject = z.ZodObject<Record<never, never>>,
+  Body extends z.ZodType = z.ZodUndefined,
+>(
+  definition: Omit<Route, "run" | "query" | "body"> & {
+    readonly query?: Query;
+    readonly body?: Body;
+    readonly run: (input: RouteInput<z.output<Query>, z.output<Body>>) => Promise<RouteReply | Response>;
+  },
+): Route {
+  return definition as unknown as Route;
+}
+
+/** Control calls carry small JSON documents only. */
+const MAX_BODY_BYTES = 4 * 1024 * 1024;
+
+function describeIssues(error: z.ZodError, what: string): AenvError {
+  const problems = error.issues.slice(0, 8).map((issue) => {
+    const path = issue.path.map(String).join(".");
+    return path === "" ? issue.message : `${path}: ${issue.message}`;
+  });
+  return badRequest(`invalid ${what}: ${problems.join("; ")}`);
+}
+
+function parseQuery(schema: z.ZodObject, url: URL): unknown {
+  const values: Record<string, string> = {};
+  for (const key of Object.keys(schema.shape)) {
+    const given = url.searchParams.getAll(key);
+    if (given.length > 0) values[key] = given.join(",");
+  }
+  const parsed = schema.safeParse(values);
+  if (!parsed.success) throw describeIssues(parsed.error, "query");
+  return parsed.data;
+}
+
+async function parseBody(schema: z.ZodType, request: Request): Promise<unknown> {
+  const declared = Number(request.headers.get("content-length") ?? 0);
+  const tooLarge = () =>
+    new AenvError({
+      code: "request_too_large",
+      status: 413,
+      message: `the request body is larger than ${MAX_BODY_BYTES} bytes`,
+    });
+  if (declared > MAX_BODY_BYTES) throw tooLarge();
+  const bytes = new Uint8Array(await request.arrayBuffer());
+  if (bytes.length > MAX_BODY_BYTES) throw tooLarge();
+  let json: unknown = {};
+  if (bytes.length > 0) {
+    let text: string;
+    try {
+      text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+    } catch (cause) {
+      throw new AenvError({
+        code: "invalid_request",
+        status: 400,
+        message: "the request body is not UTF-8",
+        cause,
+      });
+    }
+    try {
+      json = text.trim() === "" ? {} : JSON.parse(text);
+    } catch (cause) {
+      throw new AenvError({
+        code: "invalid_request",
+        status: 400,
+        message: "the request body is not JSON",
+        cause,
+      });
+    }
+  }
+  const parsed = schema.safeParse(json);
+  if (!parsed.success) throw describeIssues(parsed.error, "request body");
+  return parsed.data;
+}
+
+export async function runRoute(
+  definition: Route,
+  request: Request,
+  params: Readonly<Record<string, string>>,
+): Promise<Response> {
+  const url = new URL(request.url);
+  const query = definition.query === undefined ? {} : parseQuery(definition.query, url);
+  const body = definition.body === undefined ? undefined : await parseBody(definition.body, request);
+  const reply = await definition.run({ request, params, query, body });
+  if (reply instanceof Response) return reply;
+  if (reply.json === undefined) {
+    return new Response(null, { status: reply.status, headers: reply.headers });
+  }
+  return new Response(`${JSON.stringify(reply.json)}\n`, {
+    status: reply.status,
+    headers: { "content-type": "application/json", ...reply.headers },
+  });
+}

@@ -1,0 +1,355 @@
+import type { z } from "zod";
+import { AenvError } from "../lib/errors.ts";
+import { isUuid } from "../lib/ids.ts";
+import type { CreateSandboxRequest, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
+import { badRequest } from "./errors.ts";
+import { matchesMetadata, parseMetadataFilter, rawQueryValue } from "./metadata.ts";
+import { paginate } from "./pagination.ts";
+import { type Route, type RouteReply, route } from "./route.ts";
+import * as schema from "./schemas.ts";
+
+export interface SandboxRoutesOptions {
+  readonly orchestrator: Orchestrator;
+  readonly defaultTimeoutSeconds: number;
+  /** First configured sandbox proxy domain, told to clients. */
+  readonly domain?: string;
+}
+
+const PAUSED_STATES = new Set(["pausing", "paused", "snapshotting", "forking"]);
+
+function publicState(record: SandboxRecord): "running" | "paused" {
+  return PAUSED_STATES.has(record.state) ? "paused" : "running";
+}
+
+function notFound(id: string): AenvError {
+  return new AenvError({
+    code: "sandbox_not_found",
+    status: 404,
+    message: `sandbox ${id} was not found`,
+    remediation: "list the sandboxes there are with GET /v2/sandboxes or `aenv list`",
+  });
+}
+
+/** An id that cannot be one is unknown, not malformed. */
+function sandboxId(params: Readonly<Record<string, string>>): string {
+  const id = params.id ?? "";
+  if (!isUuid(id)) throw notFound(id);
+  return id.toLowerCase();
+}
+
+/** Fields that are part of the contract but whose part of the product is not built are refused, never ignored. */
+function refuseUnsupported(body: {
+  readonly customExtensionParams?: Record<string, unknown> | undefined;
+  readonly volumeMounts?: readonly unknown[] | undefined;
+  readonly autoPauseMemory?: boolean | undefined;
+  readonly allow_internet_access?: boolean | undefined;
+  readonly network?: z.output<typeof schema.NetworkConfig> | undefined;
+  readonly iam?: { readonly tokens?: Record<string, unknown> | undefined } | undefined;
+}): void {
+  const refused: string[] = [];
+  if (Object.keys(body.customExtensionParams ?? {}).length > 0) refused.push("customExtensionParams");
+  if ((body.volumeMounts ?? []).length > 0) refused.push("volumeMounts");
+  if (body.autoPauseMemory === false) refused.push("autoPauseMemory: false");
+  if (body.allow_internet_access === false) refused.push("allow_internet_access: false");
+  // Unknown members of `network` would be silently weaker rules.
+  for (const [key, value] of Object.entries(body.network ?? {})) {
+    if (!(key in schema.NetworkConfig.shape) && value !== null) refused.push(`network.${key}`);
+  }
+  if ((body.network?.allowOut ?? []).length > 0) refused.push("network.allowOut");
+  if ((body.network?.denyOut ?? []).length > 0) refused.push("network.denyOut");
+  if (Object.keys(body.iam?.tokens ?? {}).length > 0) refused.push("iam.tokens");
+  if (refused.length > 0) {
+    throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field");
+  }
+}
+
+export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
+  const { orchestrator, defaultTimeoutSeconds } = options;
+  const domain = options.domain ?? null;
+
+  const started = (record: SandboxRecord) => ({
+    templateID: record.templateId,
+    sandboxID: record.id,
+    clientID: "" as const,
+    envdVersion: record.envdVersion,
+    ...(record.alias === undefined ? {} : { alias: record.alias }),
+    ...(record.secure ? { envdAccessToken: orchestrator.accessToken(record.id) } : {}),
+    trafficAccessToken:
+      record.network?.allowPublicTraffic === false ? orchestrator.trafficToken(record.id) : null,
+    domain,
+  });
+
+  const listed = (record: SandboxRecord) => ({
+    templateID: record.templateId,
+    sandboxID: record.id,
+    clientID: "" as const,
+    envdVersion: record.envdVersion,
+    ...(record.alias === undefined ? {} : { alias: record.alias }),
+    startedAt: record.startedAt,
+    endAt: record.endAt,
+    cpuCount: record.cpuCount,
+    memoryMB: record.memoryMiB,
+    diskSizeMB: record.diskSizeMiB,
+    state: publicState(record),
+    metadata: record.metadata,
+  });
+
+  const create = async (request: CreateSandboxRequest): Promise<RouteReply> => {
+    const record = await orchestrator.create(request);
+    return { status: 201, json: started(record), headers: { "x-agentenv-sandbox-id": record.id } };
+  };
+
+  /** v1 answers 400 where v2 answers 404: old clients know no other. */
+  const unknownTemplateAs400 = (error: unknown): never => {
+    if (error instanceof AenvError && error.code === "template_not_found") {
+      throw new AenvError({
+        code: error.code,
+        status: 400,
+        message: error.message,
+        ...(error.remediation === undefined ? {} : { remediation: error.remediation }),
+      });
+    }
+    throw error;
+  };
+
+  return [
+    route({
+      method: "POST",
+      path: "/sandboxes",
+      summary: "Start a sandbox from a template or snapshot",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.NewSandbox,
+      success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
+      errors: [400],
+      run: async ({ body }) => {
+        refuseUnsupported(body);
+        return create({
+          template: body.templateID,
+          timeoutSeconds: body.timeout ?? defaultTimeoutSeconds,
+          onTimeout: body.autoPause ? "pause" : "kill",
+          autoResume: body.autoResume?.enabled ?? false,
+          secure: body.secure,
+          metadata: body.metadata ?? {},
+          envVars: body.envVars ?? {},
+          ...(body.network === undefined ? {} : { network: body.network }),
+          ...(body.allow_internet_access === undefined
+            ? {}
+            : { allowInternetAccess: body.allow_internet_access }),
+          ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
+        }).catch(unknownTemplateAs400);
+      },
+    }),
+    route({
+      method: "POST",
+      path: "/v2/sandboxes",
+      summary: "Start a secured sandbox from a template or snapshot",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.NewSandboxV2,
+      success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
+      errors: [400, 404],
+      run: async ({ body }) => {
+        refuseUnsupported(body);
+        return create({
+          template: body.templateID,
+          timeoutSeconds: body.timeout,
+          onTimeout: body.autoPause ? "pause" : "kill",
+          autoResume: body.autoResume?.enabled ?? false,
+          secure: true,
+          metadata: body.metadata ?? {},
+          envVars: body.envVars ?? {},
+          ...(body.network === undefined ? {} : { network: body.network }),
+          ...(body.allow_internet_access === undefined
+            ? {}
+            : { allowInternetAccess: body.allow_internet_access }),
+          ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
+        });
+      },
+    }),
+    route({
+      method: "GET",
+      path: "/sandboxes",
+      summary: "List running sandboxes",
+      tag: "sandboxes",
+      authenticated: true,
+      query: schema.ListSandboxesQuery,
+      success: [{ status: 200, schema: schema.ListedSandbox.array(), description: "Running sandboxes" }],
+      errors: [400],
+      run: async ({ request }) => {
+        const filter = parseMetadataFilter(rawQueryValue(request.url, "metadata"));
+        const running = orchestrator
+          .list()
+          .filter((record) => publicState(record) === "running" && matchesMetadata(record.metadata, filter))
+          .sort((a, b) => (a.startedAt < b.startedAt ? 1 : -1));
+        return { status: 200, json: running.map(listed) };
+      },
+    }),
+    route({
+      method: "GET",
+      path: "/v2/sandboxes",
+      summary: "List sandboxes, page by page",
+      tag: "sandboxes",
+      authenticated: true,
+      query: schema.ListSandboxesV2Query,
+      success: [
+        {
+          status: 200,
+          schema: schema.ListedSandbox.array(),
+          description: "One page; X-Next-Token is present when there is another",
+        },
+      ],
+      errors: [400],
+      run: async ({ request, query }) => {
+        const filter = parseMetadataFilter(rawQueryValue(request.url, "metadata"));
+        const states = (query.state ?? "running,paused").split(",").filter((state) => state !== "");
+        const wrong = states.find((state) => state !== "running" && state !== "paused");
+        if (wrong !== undefined) throw badRequest(`state: "${wrong}" is neither running nor paused`);
+        const startedAfter =
+          query.startedAfter === undefined ? undefined : new Date(query.startedAfter).toISOString();
+        const matching = orchestrator
+          .list()
+          .filter(
+            (record) =>
+              matchesMetadata(record.metadata, filter) &&
+              (startedAfter === undefined || record.startedAt >= startedAfter) &&
+              (query.template === undefined ||
+                record.templateId === query.template ||
+                record.alias === query.template),
+          );
+        const page = paginate(
+          matching.filter((record) => states.length === 0 || states.includes(publicState(record))),
+          (record) => ({ createdAt: record.startedAt, id: record.id }),
+          { limit: query.limit, nextToken: query.nextToken, ascending: query.order === "asc" },
+        );
+        return {
+          status: 200,
+          json: page.items.map(listed),
+          headers: {
+            "x-total-running": String(matching.filter((record) => publicState(record) === "running").length),
+            ...(page.nextToken === undefined ? {} : { "x-next-token": page.nextToken }),
+          },
+        };
+      },
+    }),
+    route({
+      method: "GET",
+      path: "/sandboxes/:id",
+      summary: "One sandbox",
+      tag: "sandboxes",
+      authenticated: true,
+      success: [{ status: 200, schema: schema.SandboxDetail, description: "The sandbox" }],
+      errors: [404],
+      run: async ({ params }) => {
+        const record = orchestrator.get(sandboxId(params));
+        return {
+          status: 200,
+          json: {
+            ...listed(record),
+            ...(record.secure ? { envdAccessToken: orchestrator.accessToken(record.id) } : {}),
+            domain,
+            allowInternetAccess: record.allowInternetAccess ?? null,
+            ...(record.network === undefined ? {} : { network: record.network }),
+            lifecycle: { autoResume: record.autoResume, onTimeout: record.onTimeout },
+          },
+        };
+      },
+    }),
+    route({
+      method: "DELETE",
+      path: "/sandboxes/:id",
+      summary: "Kill a sandbox, running or paused",
+      tag: "sandboxes",
+      authenticated: true,
+      success: [{ status: 204, description: "Gone" }],
+      errors: [404],
+      run: async ({ params }) => {
+        await orchestrator.kill(sandboxId(params));
+        return { status: 204 };
+      },
+    }),
+    route({
+      method: "POST",
+      path: "/sandboxes/:id/pause",
+      summary: "Pause a sandbox with its memory",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.PauseRequest,
+      success: [{ status: 204, description: "Paused and stored" }],
+      errors: [400, 404, 409],
+      run: async ({ params, body }) => {
+        if (body.memory === false) {
+          throw badRequest("not supported by this server: memory: false", "unsupported_field");
+        }
+        await orchestrator.pause(sandboxId(params));
+        return { status: 204 };
+      },
+    }),
+    route({
+      method: "POST",
+      path: "/sandboxes/:id/resume",
+      summary: "Resume a paused sandbox and set its deadline",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.ResumeRequest,
+      success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
+      errors: [400, 404, 409],
+      run: async ({ params, body }) => {
+        const record = await orchestrator.resume(sandboxId(params), body.timeout ?? defaultTimeoutSeconds);
+        return { status: 201, json: started(record) };
+      },
+    }),
+    ...(
+      [
+        ["/sandboxes/:id/connect", schema.ConnectRequest],
+        ["/v2/sandboxes/:id/connect", schema.ConnectRequestV2],
+      ] as const
+    ).map(([path, body]) =>
+      route<z.ZodObject<Record<never, never>>, z.ZodType<{ timeout: number }>>({
+        method: "POST",
+        path,
+        summary: "Make sure the sandbox runs for at least the timeout, resuming it when paused",
+        tag: "sandboxes",
+        authenticated: true,
+        body,
+        success: [
+          { status: 200, schema: schema.Sandbox, description: "It was running" },
+          { status: 201, schema: schema.Sandbox, description: "It was resumed" },
+        ],
+        errors: [400, 404, 409],
+        run: async ({ params, body: given }) => {
+          const { record, resumed } = await orchestrator.connect(sandboxId(params), given.timeout);
+          return { status: resumed ? 201 : 200, json: started(record) };
+        },
+      }),
+    ),
+    route({
+      method: "POST",
+      path: "/sandboxes/:id/timeout",
+      summary: "Set the deadline to now + timeout; may shorten it",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.TimeoutRequest,
+      success: [{ status: 204, description: "Set" }],
+      errors: [400, 404, 409],
+      run: async ({ params, body }) => {
+        await orchestrator.setTimeout(sandboxId(params), body.timeout ?? defaultTimeoutSeconds);
+        return { status: 204 };
+      },
+    }),
+    route({
+      method: "POST",
+      path: "/sandboxes/:id/refreshes",
+      summary: "Extend the deadline; never shortens it",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.RefreshRequest,
+      success: [{ status: 204, description: "Extended" }],
+      errors: [400, 404, 409],
+      run: async ({ params, body }) => {
+        await orchestrator.refresh(sandboxId(params), body.duration);
+        return { status: 204 };
+      },
+    }),
+  ];
+}

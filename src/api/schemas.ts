@@ -1,0 +1,317 @@
+import { z } from "zod";
+
+/** Named schemas become `components.schemas` of the OpenAPI document. */
+export const named = z.registry<{ id: string; description?: string }>();
+
+function component<Schema extends z.ZodType>(id: string, schema: Schema): Schema {
+  named.add(schema, { id });
+  return schema;
+}
+
+const int32 = z.int().max(2_147_483_647);
+
+/** Seconds to live. Zero would kill at once: DELETE says that better. */
+export const TimeoutSeconds = int32.min(1).describe("Seconds to live, counted from now");
+
+const StringMap = z.record(z.string(), z.string());
+
+export const ErrorBody = component(
+  "Error",
+  z.object({
+    code: z.int().describe("The HTTP status"),
+    message: z.string(),
+    error_code: z.string().optional().describe("Stable machine-readable name of the error"),
+    cause: z.array(z.string()).optional().describe("What led to it, outermost first"),
+    remediation: z.string().optional().describe("What the caller can do"),
+  }),
+);
+
+const AddressOrCidr =
+  /^(?:(?:\d{1,3}\.){3}\d{1,3}(?:\/(?:[0-9]|[12][0-9]|3[0-2]))?|[0-9a-fA-F:]*:[0-9a-fA-F:.]*(?:\/\d{1,3})?)$/;
+
+export const NetworkConfig = component(
+  "NetworkConfig",
+  z.looseObject({
+    allowPublicTraffic: z.boolean().optional().describe("false: application ports need the traffic token"),
+    allowOut: z
+      .array(z.string().min(1))
+      .max(1024)
+      .optional()
+      .describe("Address, CIDR or domain; wins over denyOut"),
+    denyOut: z
+      .array(z.string().regex(AddressOrCidr, "must be an address or a CIDR"))
+      .max(1024)
+      .optional()
+      .describe("Address or CIDR"),
+    maskRequestHost: z
+      .string()
+      .optional()
+      .describe("Host header the service sees; the text $" + "{PORT} is replaced"),
+  }),
+);
+
+const AutoResume = z.object({ enabled: z.boolean() });
+
+const createFields = {
+  templateID: z.string().min(1).max(256),
+  autoResume: AutoResume.optional(),
+  allow_internet_access: z.boolean().optional(),
+  network: NetworkConfig.optional(),
+  metadata: StringMap.optional(),
+  envVars: StringMap.optional(),
+  customExtensionParams: z.record(z.string(), z.unknown()).optional(),
+  mcp: z.union([z.record(z.string(), z.unknown()), z.null()]).optional(),
+  volumeMounts: z.array(z.object({ name: z.string(), path: z.string() })).optional(),
+  autoPauseMemory: z.boolean().optional(),
+};
+
+export const NewSandbox = component(
+  "NewSandbox",
+  z.object({
+    ...createFields,
+    timeout: TimeoutSeconds.optional().describe("Default 15"),
+    autoPause: z.boolean().default(true).describe("Pause at the deadline instead of killing"),
+    secure: z.boolean().default(false).describe("The guest agent needs the sandbox's access token"),
+  }),
+);
+
+export const NewSandboxV2 = component(
+  "NewSandboxV2",
+  z.object({
+    ...createFields,
+    timeout: TimeoutSeconds.default(300),
+    autoPause: z.boolean().default(false),
+    iam: z.object({ tokens: z.record(z.string(), z.unknown()).optional() }).optional(),
+  }),
+);
+
+export const Sandbox = component(
+  "Sandbox",
+  z.object({
+    templateID: z.string(),
+    sandboxID: z.string(),
+    clientID: z.literal(""),
+    envdVersion: z.string(),
+    alias: z.string().optional(),
+    envdAccessToken: z.string().optional(),
+    trafficAccessToken: z.string().nullable(),
+    domain: z.string().nullable(),
+  }),
+);
+
+const listedFields = {
+  templateID: z.string(),
+  sandboxID: z.string(),
+  clientID: z.literal(""),
+  envdVersion: z.string(),
+  alias: z.string().optional(),
+  startedAt: z.iso.datetime(),
+  endAt: z.iso.datetime(),
+  cpuCount: z.int(),
+  memoryMB: z.int(),
+  diskSizeMB: z.int(),
+  state: z.enum(["running", "paused"]),
+  metadata: StringMap.optional(),
+};
+
+export const ListedSandbox = component("ListedSandbox", z.object(listedFields));
+
+export const SandboxDetail = component(
+  "SandboxDetail",
+  z.object({
+    ...listedFields,
+    envdAccessToken: z.string().optional(),
+    domain: z.string().nullable(),
+    allowInternetAccess: z.boolean().nullable(),
+    network: NetworkConfig.optional(),
+    lifecycle: z.object({ autoResume: z.boolean(), onTimeout: z.enum(["kill", "pause"]) }),
+  }),
+);
+
+export const PauseRequest = component("PauseRequest", z.object({ memory: z.boolean().optional() }));
+export const ResumeRequest = component(
+  "ResumeRequest",
+  z.object({
+    timeout: TimeoutSeconds.optional(),
+    autoPause: z.boolean().optional(),
+    memory: z.boolean().optional(),
+  }),
+);
+export const ConnectRequest = component("ConnectRequest", z.object({ timeout: TimeoutSeconds }));
+export const ConnectRequestV2 = component(
+  "ConnectRequestV2",
+  z.object({ timeout: TimeoutSeconds.default(300), memory: z.boolean().optional() }),
+);
+export const TimeoutRequest = component("TimeoutRequest", z.object({ timeout: TimeoutSeconds.optional() }));
+export const RefreshRequest = component(
+  "RefreshRequest",
+  z.object({ duration: z.int().min(0).max(3600).optional() }),
+);
+
+export const NewTemplate = component(
+  "NewTemplate",
+  z.object({
+    name: z.string().min(1).max(128).optional(),
+    alias: z.string().min(1).max(128).optional().describe("Deprecated name for `name`"),
+    tags: z.array(z.string().min(1)).optional(),
+    cpuCount: z.int().min(1).max(1024).optional(),
+    memoryMB: z.int().min(128).max(4_194_304).optional(),
+    minFreeDiskMb: z.int().min(0).optional(),
+    teamID: z.string().optional(),
+  }),
+);
+
+export const TemplateCreated = component(
+  "TemplateCreated",
+  z.object({
+    templateID: z.string(),
+    buildID: z.string(),
+    public: z.boolean(),
+    names: z.array(z.string()),
+    tags: z.array(z.string()),
+    aliases: z.array(z.string()),
+  }),
+);
+
+export const BuildStart = component(
+  "BuildStart",
+  z.object({
+    fromImage: z.string().min(1).optional(),
+    fromTemplate: z.string().min(1).optional(),
+    fromImageRegistry: z
+      .object({ type: z.string(), username: z.string().optional(), password: z.string().optional() })
+      .optional(),
+    force: z.boolean().optional(),
+    steps: z
+      .array(
+        z.object({
+          type: z.string().min(1),
+          args: z.array(z.string()).default([]),
+          filesHash: z.string().optional(),
+          force: z.boolean().optional(),
+        }),
+      )
+      .optional(),
+    startCmd: z.string().optional(),
+    readyCmd: z.string().optional(),
+  }),
+);
+
+export const BuildLogEntry = component(
+  "BuildLogEntry",
+  z.object({
+    timestamp: z.iso.datetime(),
+    message: z.string(),
+    level: z.enum(["debug", "info", "warn", "error"]),
+    step: z.string().optional(),
+  }),
+);
+
+export const BuildInfo = component(
+  "BuildInfo",
+  z.object({
+    templateID: z.string(),
+    buildID: z.string(),
+    status: z.enum(["waiting", "building", "ready", "error"]),
+    logs: z.array(z.string()),
+    logEntries: z.array(BuildLogEntry),
+    reason: z
+      .object({
+        message: z.string(),
+        step: z.string().optional(),
+        logEntries: z.array(BuildLogEntry).optional(),
+      })
+      .optional(),
+  }),
+);
+
+export const Template = component(
+  "Template",
+  z.object({
+    templateID: z.string(),
+    buildID: z.string(),
+    cpuCount: z.int(),
+    memoryMB: z.int(),
+    diskSizeMB: z.int(),
+    public: z.boolean(),
+    aliases: z.array(z.string()),
+    names: z.array(z.string()),
+    createdAt: z.iso.datetime(),
+    updatedAt: z.iso.datetime(),
+    createdBy: z.null(),
+    lastSpawnedAt: z.iso.datetime().nullable(),
+    spawnCount: z.int(),
+    buildCount: z.int(),
+    envdVersion: z.string(),
+    buildStatus: z.enum(["waiting", "building", "ready", "error"]),
+  }),
+);
+
+export const TemplateWithBuilds = component(
+  "TemplateWithBuilds",
+  z.object({
+    templateID: z.string(),
+    public: z.boolean(),
+    aliases: z.array(z.string()),
+    names: z.array(z.string()),
+    createdAt: z.iso.datetime(),
+    updatedAt: z.iso.datetime(),
+    lastSpawnedAt: z.iso.datetime().nullable(),
+    spawnCount: z.int(),
+    builds: z.array(
+      z.object({
+        buildID: z.string(),
+        status: z.enum(["waiting", "building", "ready", "error"]),
+        createdAt: z.iso.datetime(),
+        updatedAt: z.iso.datetime(),
+        finishedAt: z.iso.datetime().optional(),
+        cpuCount: z.int(),
+        memoryMB: z.int(),
+        diskSizeMB: z.int().optional(),
+        envdVersion: z.string().optional(),
+      }),
+    ),
+  }),
+);
+
+export const AliasInfo = component("AliasInfo", z.object({ templateID: z.string(), public: z.boolean() }));
+
+// Query parameters arrive as text.
+const IntText = (min: number, max: number) =>
+  z
+    .string()
+    .regex(/^\d{1,14}$/, `must be a whole number from ${min} to ${max}`)
+    .transform(Number)
+    .pipe(z.int().min(min).max(max));
+
+export const PageQuery = { limit: IntText(1, 100).default(100), nextToken: z.string().optional() };
+
+export const ListSandboxesQuery = z.object({ metadata: z.string().optional() });
+
+export const ListSandboxesV2Query = z.object({
+  ...PageQuery,
+  metadata: z.string().optional().describe("k=v&k2=v2, all must match"),
+  state: z.string().optional().describe("running, paused or both, comma-joined"),
+  startedAfter: z.iso.datetime({ offset: true }).optional(),
+  template: z.string().optional(),
+  order: z.enum(["asc", "desc"]).default("desc"),
+});
+
+export const ListTemplatesQuery = z.object({ teamID: z.string().optional() });
+export const ListTemplatesV2Query = z.object({ ...PageQuery, teamID: z.string().optional() });
+
+const LogLevel = z.enum(["debug", "info", "warn", "error"]);
+
+export const BuildStatusQuery = z.object({
+  logsOffset: IntText(0, 1_000_000_000).default(0),
+  limit: IntText(1, 100).default(100),
+  level: LogLevel.optional(),
+});
+
+export const BuildLogsQuery = z.object({
+  cursor: IntText(0, 99_999_999_999_999).optional(),
+  limit: IntText(1, 100).default(100),
+  direction: z.enum(["forward", "backward"]).default("forward"),
+  level: LogLevel.optional(),
+  source: z.enum(["temporary", "persistent"]).optional(),
+});
