@@ -80,6 +80,7 @@ export interface SandboxFactory {
   cleanUp(): Promise<{ readonly vms: number; readonly devices: number; readonly workDirs: number }>;
 }
 
+/** `stdout` and `stderr` hold the last 256 KiB each. A process ended by a signal has exit code -1. */
 export interface CommandOutcome {
   readonly exitCode: number;
   readonly signal?: string;
@@ -103,7 +104,13 @@ export interface AgentClient {
     readonly onStdout?: (chunk: Uint8Array) => void;
     readonly onStderr?: (chunk: Uint8Array) => void;
   }): Promise<CommandOutcome>;
-  /** Starts a process and returns when it has its pid; its output is discarded. */
+  /** Whole file, read as root; undefined when there is none. Refuses more than `maxBytes` (default 4 MiB). */
+  readFile(path: string, maxBytes?: number): Promise<Uint8Array | undefined>;
+  /** Like `mkdir -p`; new directories belong to `user` (default: the guest's default user). */
+  makeDir(path: string, user?: string): Promise<void>;
+  /** Whether anything is at the path (symlinks not followed). */
+  exists(path: string): Promise<boolean>;
+  /** Starts a process and returns when it has its pid; only the tail of its output is kept. */
   startDetached(command: {
     readonly cmd: string;
     readonly args: readonly string[];
