@@ -1,0 +1,58 @@
+/*
+ * Network slots: a namespace with a tap, joined to the caller's namespace by a veth pair.
+ *
+ * Everything runs on a short-lived thread of its own (unshare and setns change the calling thread for
+ * good, and the caller's threads must stay where they are), so no call here blocks on the kernel's
+ * network lock. Completion is told through a pipe.
+ */
+#ifndef AENV_NETNS_H
+#define AENV_NETNS_H
+
+#include <stdint.h>
+
+/* What a finished job wrote to its pipe: exactly this many bytes, then end of file. */
+#define AENV_NET_REPORT_BYTES 128
+
+/* 0 or -errno in host byte order, then the step that failed as zero-terminated text. */
+struct aenv_net_report {
+  int32_t result;
+  char step[AENV_NET_REPORT_BYTES - 4];
+};
+
+/* Addresses in host byte order. All of a slot that the kernel has to know. */
+struct aenv_net_slot {
+  uint32_t group;            /* device group of the host end: marks the devices that are ours */
+  uint32_t host_veth;        /* address of the host end, /31 with peer_veth */
+  uint32_t peer_veth;
+  uint32_t host_address;     /* where the host reaches the guest: routed to the pair */
+  uint32_t guest_address;    /* behind the tap, /prefix with gateway_address */
+  uint32_t gateway_address;  /* address of the tap */
+  uint32_t prefix;
+  uint32_t guest_mac_low;    /* MAC addresses: 02:fc and these four bytes */
+  uint32_t gateway_mac_low;
+  uint32_t host_mac_low;
+  uint32_t peer_mac_low;
+  uint32_t tap_owner;        /* user who may attach to the tap without CAP_NET_ADMIN */
+};
+
+/*
+ * Makes the namespace, bind-mounts it on ns_path (created here; its directory must exist), makes the
+ * pair (host_if in the caller's namespace, `vpeer` in the new one) and the tap `tap0`, with addresses,
+ * routes and permanent neighbours, IPv6 off. Undoes all of it when a step fails.
+ * Returns the read end of the pipe, or -errno when the job could not be started.
+ */
+int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct aenv_net_slot *slot);
+
+/*
+ * Removes the pair (if host_if is there and in `group`) and the namespace's mount and file. What is gone
+ * already is no error. Returns like aenv_net_slot_create.
+ */
+int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint32_t group);
+
+/*
+ * Names of the caller's network devices in `group`, one a line, into buf.
+ * Returns the number of bytes, or -errno (-ENOSPC: does not fit).
+ */
+int aenv_net_group_devices(uint32_t group, char *buf, uint32_t capacity);
+
+#endif

@@ -1,0 +1,103 @@
+import { close, read } from "node:fs";
+import { promisify } from "node:util";
+import { AenvError } from "../src/lib/errors.ts";
+import { check, errnoName } from "./errno.ts";
+import { bindShim } from "./lib.ts";
+
+/** Bindings of c/shim/netns.h. */
+const shim = bindShim({
+  aenv_net_slot_create: { args: ["ptr", "ptr", "ptr"], returns: "i32" },
+  aenv_net_slot_destroy: { args: ["ptr", "ptr", "u32"], returns: "i32" },
+  aenv_net_group_devices: { args: ["u32", "ptr", "u32"], returns: "i32" },
+});
+
+const readAsync = promisify(read);
+const closeAsync = promisify(close);
+const REPORT_BYTES = 128;
+
+/** `struct aenv_net_slot`: addresses as numbers in host byte order, see there. */
+export interface NetSlotParameters {
+  readonly group: number;
+  readonly hostVeth: number;
+  readonly peerVeth: number;
+  readonly hostAddress: number;
+  readonly guestAddress: number;
+  readonly gatewayAddress: number;
+  readonly prefixLength: number;
+  readonly guestMacLow: number;
+  readonly gatewayMacLow: number;
+  readonly hostMacLow: number;
+  readonly peerMacLow: number;
+  readonly tapOwner: number;
+}
+
+function cString(text: string): Buffer {
+  if (text.includes("\0")) throw new Error("a name for the kernel cannot hold a zero byte");
+  return Buffer.from(`${text}\0`);
+}
+
+async function report(fd: number, what: string): Promise<void> {
+  const bytes = Buffer.from(new ArrayBuffer(REPORT_BYTES));
+  try {
+    for (let filled = 0; filled < REPORT_BYTES; ) {
+      const { bytesRead } = await readAsync(fd, bytes, filled, REPORT_BYTES - filled, null);
+      if (bytesRead === 0) throw new Error(`${what}: the helper thread ended without a report`);
+      filled += bytesRead;
+    }
+  } finally {
+    await closeAsync(fd);
+  }
+  const result = bytes.readInt32LE(0);
+  if (result >= 0) return;
+  const step = bytes.subarray(4, bytes.indexOf(0, 4)).toString();
+  const name = errnoName(-result);
+  throw new AenvError({
+    code: `os_${name.toLowerCase()}`,
+    message: `${what}: ${step === "" ? "" : `${step}: `}${name}`,
+  });
+}
+
+/** Makes a slot's namespace, veth pair and tap; on an error nothing of it is left. Does not block. */
+export async function netSlotCreate(
+  netnsPath: string,
+  hostDevice: string,
+  slot: NetSlotParameters,
+): Promise<void> {
+  const packed = new Uint32Array(
+    Uint32Array.of(
+      slot.group,
+      slot.hostVeth,
+      slot.peerVeth,
+      slot.hostAddress,
+      slot.guestAddress,
+      slot.gatewayAddress,
+      slot.prefixLength,
+      slot.guestMacLow,
+      slot.gatewayMacLow,
+      slot.hostMacLow,
+      slot.peerMacLow,
+      slot.tapOwner,
+    ).buffer,
+  );
+  const what = `network slot ${hostDevice}`;
+  const fd = check(shim.aenv_net_slot_create(cString(netnsPath), cString(hostDevice), packed), what);
+  await report(fd, what);
+}
+
+/** Removes what {@link netSlotCreate} made; parts that are gone already are no error. Does not block. */
+export async function netSlotDestroy(netnsPath: string, hostDevice: string, group: number): Promise<void> {
+  const what = `remove network slot ${hostDevice}`;
+  const fd = check(shim.aenv_net_slot_destroy(cString(netnsPath), cString(hostDevice), group), what);
+  await report(fd, what);
+}
+
+/** Names of the network devices of a device group. */
+export function netGroupDevices(group: number): string[] {
+  for (let capacity = 64 * 1024; ; capacity *= 2) {
+    const buffer = new Uint8Array(new ArrayBuffer(capacity));
+    const result = shim.aenv_net_group_devices(group, buffer, capacity);
+    if (result < 0 && errnoName(-result) === "ENOSPC" && capacity < 64 * 1024 * 1024) continue;
+    const length = check(result, "list network devices");
+    return Buffer.from(buffer.subarray(0, length)).toString().split("\n").filter(Boolean);
+  }
+}
