@@ -1,0 +1,3 @@
+export { type ResolveRuntimeOptions, resolveRuntime } from "./resolve.ts";
+export { setupMain } from "./setup.ts";
+export type { QemuDeps, RuntimeDeps } from "./types.ts";

@@ -1,0 +1,258 @@
+import { mkdir, rm } from "node:fs/promises";
+import { join, resolve } from "node:path";
+import { parseArgs } from "node:util";
+import { AenvError } from "../lib/errors.ts";
+import { FileLock, lockHolder } from "../lib/file-lock.ts";
+import { createLogger } from "../lib/log.ts";
+import type { ProgressSink } from "../lib/progress.ts";
+import { PrivateApt } from "./apt/apt.ts";
+import { consoleProgress, reportError } from "./console.ts";
+import { treeDamage } from "./files.ts";
+import { provisionKernel } from "./kernel.ts";
+import { type InstalledManifest, readManifest, writeManifest } from "./manifest.ts";
+import { checkQemu, installedQemu, isModern, provisionQemu, recordInstalled } from "./qemu.ts";
+import { configuredKernel, oldQemuWarning, resolveRuntime } from "./resolve.ts";
+import type { RuntimeDeps } from "./types.ts";
+
+export interface SetupOptions {
+  readonly depsDir: string;
+  /** Install afresh what is there already. */
+  readonly force: boolean;
+  readonly kernelImagePath?: string;
+  readonly qemuBinaryPath?: string;
+  /** How long to wait for another setup in the same directory. */
+  readonly lockWaitMs?: number;
+  readonly progress: ProgressSink;
+  readonly warn: (text: string) => void;
+}
+
+/**
+ * Brings guest kernel, QEMU and initial file system into the dependency directory. What is there and
+ * unchanged stays; what was interrupted goes on; two at once wait for each other.
+ */
+export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
+  const { depsDir, progress } = options;
+  await makeDepsDir(depsDir);
+  using _lock = await lockDeps(depsDir, options.lockWaitMs ?? 30 * 60_000, options.warn);
+  await removeLeftStaging(depsDir);
+
+  let manifest: InstalledManifest;
+  try {
+    manifest = await readManifest(depsDir);
+  } catch (error) {
+    if (!options.force) throw error;
+    manifest = { schema: 1 };
+  }
+  let apt: PrivateApt | undefined;
+  const openApt = async () => (apt ??= await PrivateApt.open({ dir: join(depsDir, "apt"), progress }));
+
+  if (options.kernelImagePath !== undefined) await configuredKernel(depsDir, options.kernelImagePath);
+  else {
+    const record = manifest.kernel;
+    const damage =
+      record === undefined ? "" : await treeDamage(depsDir, [record.vmlinux, ...record.modules], "content");
+    if (damage !== undefined && damage !== "") options.warn(`installing the guest kernel again: ${damage}`);
+    if (options.force || damage !== undefined) {
+      manifest = { ...manifest, kernel: await provisionKernel(await openApt(), depsDir, progress) };
+      await writeManifest(depsDir, manifest);
+    }
+  }
+
+  if (options.qemuBinaryPath !== undefined) await checkQemu(options.qemuBinaryPath);
+  else {
+    const qemu = await chooseQemuSource(options, manifest, openApt);
+    if (qemu !== manifest.qemu) {
+      manifest = { ...manifest, qemu };
+      await writeManifest(depsDir, manifest);
+    }
+  }
+
+  const runtime = await resolveRuntime({
+    depsDir,
+    kernelImagePath: options.kernelImagePath,
+    qemuBinaryPath: options.qemuBinaryPath,
+    log: createLogger("setup"),
+    progress,
+  });
+  if (apt !== undefined) await apt.discardDownloads();
+  await removeLeftStaging(depsDir);
+  return runtime;
+}
+
+/** What is recorded and whole; else an installed QEMU that is new enough; else the archive's; else an older installed one. */
+async function chooseQemuSource(
+  options: SetupOptions,
+  manifest: InstalledManifest,
+  openApt: () => Promise<PrivateApt>,
+): Promise<InstalledManifest["qemu"]> {
+  const { depsDir } = options;
+  const record = manifest.qemu;
+  if (!options.force && record?.source === "unpacked") {
+    const damage =
+      (await treeDamage(depsDir, record.files, "content")) ?? (await unpackedProblem(depsDir, record));
+    if (damage === undefined) return record;
+    options.warn(`installing QEMU again: ${damage}`);
+  }
+  const installed = await installedQemu();
+  if (installed.found !== undefined && isModern(installed.found.version)) {
+    const now = recordInstalled(installed.found);
+    return JSON.stringify(now) === JSON.stringify(record) ? record : now;
+  }
+  let failure: unknown;
+  try {
+    const unpacked = await provisionQemu(await openApt(), depsDir, options.progress);
+    if (unpacked !== undefined) return unpacked;
+  } catch (error) {
+    if (installed.found === undefined) throw error;
+    failure = error;
+  }
+  if (installed.found !== undefined) {
+    if (failure instanceof Error) options.warn(`no newer QEMU from the archive: ${failure.message}`);
+    options.warn(oldQemuWarning(installed.found.version));
+    const now = recordInstalled(installed.found);
+    return JSON.stringify(now) === JSON.stringify(record) ? record : now;
+  }
+  const apt = await openApt();
+  throw apt.unavailable(
+    `no QEMU 10 or later for Debian ${apt.codename}${installed.problem === undefined ? " and none is installed" : `, and ${installed.problem}`}`,
+  );
+}
+
+/** Runs it: the libraries that were not unpacked because the host had them may be gone by now. */
+async function unpackedProblem(
+  depsDir: string,
+  record: Extract<NonNullable<InstalledManifest["qemu"]>, { source: "unpacked" }>,
+): Promise<string | undefined> {
+  const under = (dir: string) => join(depsDir, record.directory, dir);
+  try {
+    await checkQemu(under(record.binary), record.libraryDirs.map(under).join(":"));
+    return undefined;
+  } catch (error) {
+    if (error instanceof AenvError) return error.message;
+    throw error;
+  }
+}
+
+async function makeDepsDir(depsDir: string): Promise<void> {
+  try {
+    await mkdir(depsDir, { recursive: true });
+  } catch (cause) {
+    throw new AenvError({
+      code: "deps_path_unusable",
+      message: `cannot make ${depsDir}`,
+      remediation: "run as root, or choose a directory you may write to with --home or --deps",
+      cause,
+    });
+  }
+}
+
+async function lockDeps(depsDir: string, waitMs: number, warn: (text: string) => void): Promise<FileLock> {
+  const path = join(depsDir, "setup.lock");
+  try {
+    const lock = FileLock.tryAcquire(path, "agentenv setup");
+    if (lock !== undefined) return lock;
+  } catch (cause) {
+    throw new AenvError({
+      code: "deps_path_unusable",
+      message: `cannot write to ${depsDir}`,
+      remediation: "run as the user it belongs to, or choose another directory with --home or --deps",
+      cause,
+    });
+  }
+  warn(`another setup works in ${depsDir} (pid ${lockHolder(path) ?? "unknown"}): waiting for it`);
+  return FileLock.acquire(path, waitMs, "agentenv setup");
+}
+
+/**
+ * What an interrupted setup left half made. Called under the lock. Trees of earlier versions stay: a
+ * snapshot can only be resumed by the QEMU version that took it.
+ */
+async function removeLeftStaging(depsDir: string): Promise<void> {
+  await rm(join(depsDir, "staging"), { recursive: true, force: true });
+}
+
+const USAGE = `Usage: agentenv setup [options]
+
+Brings the guest kernel, QEMU and the guest's initial file system into the dependency directory.
+Installs nothing on the host and needs no root. Quick when everything is there.
+
+  --home DIR           state directory (default: $AENV_HOME_PATH or /var/lib/aenv)
+  --deps DIR           dependency directory (default: $AENV_DEPS_PATH or HOME/deps)
+  --kernel-image PATH  use this kernel (vmlinux or bzImage) instead, as [kernel].image_path does
+  --qemu-binary PATH   use this QEMU instead, as [qemu].binary_path does
+  --force              install afresh what is there already
+  --json               print what was set up as JSON
+  -h, --help           this text
+`;
+
+/** Directories from flags and environment; relative ones count from the current directory. */
+export function depsDirFrom(values: { home?: string; deps?: string }): { home: string; depsDir: string } {
+  const home = resolve(values.home || process.env.AENV_HOME_PATH || "/var/lib/aenv");
+  const depsDir = resolve(
+    values.deps || (values.home ? "" : process.env.AENV_DEPS_PATH) || join(home, "deps"),
+  );
+  return { home, depsDir };
+}
+
+/** `agentenv setup`. Exit codes: 0 done, 1 failed, 2 wrong usage. */
+export async function setupMain(argv: string[]): Promise<number> {
+  let values: {
+    home?: string;
+    deps?: string;
+    "kernel-image"?: string;
+    "qemu-binary"?: string;
+    force?: boolean;
+    json?: boolean;
+    help?: boolean;
+  };
+  try {
+    ({ values } = parseArgs({
+      args: argv,
+      options: {
+        home: { type: "string" },
+        deps: { type: "string" },
+        "kernel-image": { type: "string" },
+        "qemu-binary": { type: "string" },
+        force: { type: "boolean" },
+        json: { type: "boolean" },
+        help: { type: "boolean", short: "h" },
+      },
+    }));
+  } catch (error) {
+    process.stderr.write(`Error: ${error instanceof Error ? error.message : error}\n\n${USAGE}`);
+    return 2;
+  }
+  if (values.help) {
+    process.stdout.write(USAGE);
+    return 0;
+  }
+  const startedMs = performance.now();
+  const progress = consoleProgress();
+  const { depsDir } = depsDirFrom(values);
+  try {
+    const runtime = await provision({
+      depsDir,
+      force: values.force === true,
+      kernelImagePath: values["kernel-image"],
+      qemuBinaryPath: values["qemu-binary"],
+      progress,
+      warn: (text) => {
+        progress.finish();
+        process.stderr.write(`Warning: ${text}\n`);
+      },
+    });
+    progress.finish();
+    if (values.json) process.stdout.write(`${JSON.stringify(runtime, null, 2)}\n`);
+    else {
+      const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
+      process.stdout.write(
+        `guest kernel ${runtime.kernelVersion}, QEMU ${runtime.qemu.version} (${runtime.qemu.binary}): ready in ${depsDir} (${seconds} s)\n`,
+      );
+    }
+    return 0;
+  } catch (error) {
+    progress.finish();
+    reportError(error);
+    return 1;
+  }
+}
