@@ -1,3 +1,4 @@
+export { doctorMain } from "./doctor.ts";
 export { type ResolveRuntimeOptions, resolveRuntime } from "./resolve.ts";
 export { setupMain } from "./setup.ts";
 export type { QemuDeps, RuntimeDeps } from "./types.ts";

@@ -1,11 +1,11 @@
-import { closeSync, openSync, readdirSync, readSync, statSync } from "node:fs";
+import { readdirSync, statSync } from "node:fs";
 import { mkdir, readFile } from "node:fs/promises";
 import { basename, dirname, join } from "node:path";
 import { writeDurable } from "../lib/durable.ts";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { ProgressSink } from "../lib/progress.ts";
-import { fileDamage, regularFileSize, sha256File, treeDamage } from "./files.ts";
+import { regularFileSize, sha256File, treeDamage } from "./files.ts";
 import { ensureInitrd, type InitrdModule } from "./initrd.ts";
 import { dependencyPins, type InstalledManifest, readManifest } from "./manifest.ts";
 import { checkQemu, installedQemu, isModern, QEMU_PROGRAM } from "./qemu.ts";
@@ -100,7 +100,11 @@ export async function installedKernel(depsDir: string, manifest: InstalledManife
  * dependency directory. Modules are taken from a directory `modules` beside it (`*.ko` with an `order`
  * file), where there is one; a kernel without needs virtio built in.
  */
-export async function configuredKernel(depsDir: string, imagePath: string): Promise<ResolvedKernel> {
+export async function configuredKernel(
+  depsDir: string,
+  imagePath: string,
+  { readOnly = false }: { readonly readOnly?: boolean } = {},
+): Promise<ResolvedKernel> {
   const size = regularFileSize(imagePath);
   if (size === undefined) {
     throw new AenvError({
@@ -112,15 +116,19 @@ export async function configuredKernel(depsDir: string, imagePath: string): Prom
   const digest = (await sha256File(imagePath)).slice(0, 16);
   const own = join(depsDir, "kernel", `image-${digest}`);
   let path = imagePath;
-  if (!isElfKernel(readHead(imagePath, 64))) {
+  let vmlinux = await readFile(imagePath);
+  if (!isElfKernel(vmlinux)) {
     path = join(own, "vmlinux");
-    if (regularFileSize(path) === undefined) {
-      const vmlinux = extractVmlinux(imagePath, await readFile(imagePath));
-      await mkdir(own, { recursive: true });
-      await writeDurable(path, vmlinux, 0o644);
+    if (regularFileSize(path) !== undefined) vmlinux = await readFile(path);
+    else {
+      vmlinux = Buffer.from(extractVmlinux(imagePath, vmlinux));
+      if (!readOnly) {
+        await mkdir(own, { recursive: true });
+        await writeDurable(path, vmlinux, 0o644);
+      }
     }
   }
-  const release = kernelRelease(imagePath, await readFile(path));
+  const release = kernelRelease(imagePath, vmlinux);
   const modulesDir = join(dirname(imagePath), "modules");
   const modules: (InitrdModule & { sha256: string })[] = [];
   if (statSync(join(modulesDir, "order"), { throwIfNoEntry: false })?.isFile()) {
@@ -138,16 +146,6 @@ export async function configuredKernel(depsDir: string, imagePath: string): Prom
     }
   }
   return { path, release, modules, initrdDir: own };
-}
-
-function readHead(path: string, length: number): Uint8Array {
-  const fd = openSync(path, "r");
-  try {
-    const head = new Uint8Array(length);
-    return head.subarray(0, readSync(fd, head, 0, length, 0));
-  } finally {
-    closeSync(fd);
-  }
 }
 
 export async function resolveQemu(
@@ -199,13 +197,15 @@ export async function resolveQemu(
   return { ...installed.found, dataDirs: [] };
 }
 
-/** An initial file system for this kernel is there already; looked at by doctor, which makes none. */
-export function hasInitrd(kernel: ResolvedKernel): boolean {
-  const stat = statSync(kernel.initrdDir, { throwIfNoEntry: false });
-  return (
-    stat?.isDirectory() === true &&
-    readdirSync(kernel.initrdDir).some((name) => /^initrd-.*\.img$/.test(name))
-  );
+/** Newest initial file system that was made for this kernel; undefined when none was. Makes none. */
+export function findInitrd(kernel: ResolvedKernel): string | undefined {
+  const made = regularFiles(kernel.initrdDir, /^initrd-[0-9a-f]{16}\.img$/);
+  return made.sort((a, b) => statSync(b).mtimeMs - statSync(a).mtimeMs)[0];
 }
 
-export { fileDamage };
+function regularFiles(dir: string, pattern: RegExp): string[] {
+  if (statSync(dir, { throwIfNoEntry: false })?.isDirectory() !== true) return [];
+  return readdirSync(dir)
+    .filter((name) => pattern.test(name))
+    .map((name) => join(dir, name));
+}

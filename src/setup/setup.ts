@@ -67,11 +67,13 @@ export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
     }
   }
 
+  const log = createLogger("setup");
+  log.level = "error"; // Progress and warnings go to the caller.
   const runtime = await resolveRuntime({
     depsDir,
     kernelImagePath: options.kernelImagePath,
     qemuBinaryPath: options.qemuBinaryPath,
-    log: createLogger("setup"),
+    log,
     progress,
   });
   if (apt !== undefined) await apt.discardDownloads();

@@ -1,0 +1,510 @@
+import {
+  accessSync,
+  closeSync,
+  constants,
+  existsSync,
+  openSync,
+  readdirSync,
+  readFileSync,
+  readlinkSync,
+  statfsSync,
+} from "node:fs";
+import { dirname } from "node:path";
+import { parseArgs } from "node:util";
+import { errorCode } from "../lib/durable.ts";
+import { AenvError } from "../lib/errors.ts";
+import { createLogger } from "../lib/log.ts";
+import { createQemuDriver } from "../vmm/index.ts";
+import { formatBytes } from "./console.ts";
+import { type InstalledManifest, readManifest } from "./manifest.ts";
+import { isModern } from "./qemu.ts";
+import {
+  configuredKernel,
+  findInitrd,
+  installedKernel,
+  oldQemuWarning,
+  type ResolvedKernel,
+  resolveQemu,
+} from "./resolve.ts";
+import { depsDirFrom } from "./setup.ts";
+import type { QemuDeps } from "./types.ts";
+
+export type CheckStatus = "ok" | "warn" | "missing";
+
+/** One prerequisite. `missing` means that sandboxes cannot run without it. */
+export interface Check {
+  readonly name: string;
+  readonly status: CheckStatus;
+  readonly detail: string;
+  readonly cure?: string;
+}
+
+export interface DoctorOptions {
+  readonly home: string;
+  readonly depsDir: string;
+  /** Address the server listens on, `HOST:PORT`. */
+  readonly apiAddress: string;
+  /** `virtualization_mode`. */
+  readonly mode: string;
+  readonly kernelImagePath?: string;
+  readonly qemuBinaryPath?: string;
+}
+
+/** Looks at everything a server needs. Changes nothing. */
+export async function examine(options: DoctorOptions): Promise<Check[]> {
+  const manifest = await readManifestCheck(options.depsDir);
+  const kernel = await kernelCheck(options, manifest);
+  const qemu = await qemuCheck(options, manifest);
+  return [
+    systemCheck(),
+    privilegeCheck(),
+    kvmCheck(),
+    tunCheck(),
+    ...["ip", "nft", "nsenter"].map(commandCheck),
+    forwardingCheck(),
+    ublkCheck(),
+    memoryCheck(),
+    diskCheck(options.home),
+    fileLimitCheck(),
+    ...manifest.checks,
+    ...kernel.checks,
+    qemu.check,
+    await vmmCheck(kernel.kernel, qemu.qemu, options.mode),
+    ...(await serverChecks(options.apiAddress)),
+  ];
+}
+
+function readText(path: string): string | undefined {
+  try {
+    return readFileSync(path, "utf8");
+  } catch (error) {
+    if (["ENOENT", "EACCES", "EPERM"].includes(errorCode(error) ?? "")) return undefined;
+    throw error;
+  }
+}
+
+function systemCheck(): Check {
+  const release = readText("/proc/sys/kernel/osrelease")?.trim() ?? "unknown";
+  const name = /^PRETTY_NAME="?([^"\n]*)/m.exec(readText("/etc/os-release") ?? "")?.[1] ?? "unknown system";
+  const detail = `${name}, Linux ${release}, ${process.arch}`;
+  if (process.platform !== "linux" || process.arch !== "x64") {
+    return { name: "system", status: "missing", detail, cure: "the server runs on x86_64 Linux" };
+  }
+  return { name: "system", status: "ok", detail };
+}
+
+const CAP_NET_ADMIN = 12n;
+const CAP_SYS_ADMIN = 21n;
+
+function privilegeCheck(): Check {
+  const effective = BigInt(
+    `0x${/^CapEff:\s*([0-9a-f]+)/m.exec(readText("/proc/self/status") ?? "")?.[1] ?? "0"}`,
+  );
+  const lacking = [
+    ...((effective >> CAP_NET_ADMIN) & 1n ? [] : ["CAP_NET_ADMIN"]),
+    ...((effective >> CAP_SYS_ADMIN) & 1n ? [] : ["CAP_SYS_ADMIN"]),
+  ];
+  const user = process.geteuid?.() === 0 ? "root" : `uid ${process.geteuid?.()}`;
+  return lacking.length === 0
+    ? { name: "privileges", status: "ok", detail: `${user} with CAP_NET_ADMIN and CAP_SYS_ADMIN` }
+    : {
+        name: "privileges",
+        status: "missing",
+        detail: `${user} without ${lacking.join(" and ")}`,
+        cure: "run the server as root, or give its service these capabilities",
+      };
+}
+
+/** How a device node can be used: opened for reading and writing, which changes nothing. */
+function deviceState(path: string): "usable" | "absent" | "denied" | "dead" {
+  try {
+    closeSync(openSync(path, constants.O_RDWR | constants.O_NONBLOCK));
+    return "usable";
+  } catch (error) {
+    const code = errorCode(error);
+    if (code === "ENOENT") return "absent";
+    return code === "EACCES" || code === "EPERM" ? "denied" : "dead";
+  }
+}
+
+function kvmCheck(): Check {
+  const name = "/dev/kvm";
+  switch (deviceState(name)) {
+    case "usable":
+      return { name, status: "ok", detail: "can be opened" };
+    case "denied":
+      return {
+        name,
+        status: "warn",
+        detail: "exists, but this user may not open it: guests would be emulated",
+        cure: "run as root or add the user to the group kvm",
+      };
+    default:
+      return {
+        name,
+        status: "warn",
+        detail: "not there: guests are emulated (TCG), which is much slower",
+        cure: "use a machine with hardware virtualization, or turn nested virtualization on",
+      };
+  }
+}
+
+function tunCheck(): Check {
+  const name = "/dev/net/tun";
+  return deviceState(name) === "usable"
+    ? { name, status: "ok", detail: "can be opened" }
+    : {
+        name,
+        status: "missing",
+        detail: "cannot be opened: guests have no network",
+        cure: "modprobe tun (as root)",
+      };
+}
+
+const PACKAGES: Readonly<Record<string, string>> = { ip: "iproute2", nft: "nftables", nsenter: "util-linux" };
+
+function commandCheck(name: string): Check {
+  const path = Bun.which(name, { PATH: `${process.env.PATH ?? ""}:/usr/sbin:/sbin:/usr/bin:/bin` });
+  return path === null
+    ? { name, status: "missing", detail: "not installed", cure: `install the package ${PACKAGES[name]}` }
+    : { name, status: "ok", detail: path };
+}
+
+function forwardingCheck(): Check {
+  const name = "ip_forward";
+  const on = readText("/proc/sys/net/ipv4/ip_forward")?.trim() === "1";
+  if (on) return { name, status: "ok", detail: "IPv4 forwarding is on" };
+  const path = "/proc/sys/net/ipv4/ip_forward";
+  try {
+    accessSync(path, constants.W_OK);
+    return { name, status: "ok", detail: "IPv4 forwarding is off; the server turns it on when it starts" };
+  } catch (error) {
+    return {
+      name,
+      status: "missing",
+      detail: `IPv4 forwarding is off and cannot be turned on from here (${errorCode(error)})`,
+      cure: "sysctl -w net.ipv4.ip_forward=1 (as root)",
+    };
+  }
+}
+
+function ublkCheck(): Check {
+  const name = "disk export";
+  return deviceState("/dev/ublk-control") === "usable"
+    ? { name, status: "ok", detail: "ublk can be used; NBD over unix sockets is used in this release" }
+    : {
+        name,
+        status: "ok",
+        detail: "NBD over unix sockets (no usable /dev/ublk-control, which is not needed)",
+      };
+}
+
+const MIN_MEMORY = 1 * 2 ** 30;
+const MIN_DISK = 2 * 2 ** 30;
+const GOOD_DISK = 10 * 2 ** 30;
+
+function memoryCheck(): Check {
+  const name = "memory";
+  const text = readText("/proc/meminfo") ?? "";
+  const kiB = (key: string) => Number(new RegExp(`^${key}:\\s+(\\d+)`, "m").exec(text)?.[1] ?? 0) * 1024;
+  const detail = `${formatBytes(kiB("MemAvailable"))} of ${formatBytes(kiB("MemTotal"))} available`;
+  return kiB("MemAvailable") < MIN_MEMORY
+    ? {
+        name,
+        status: "warn",
+        detail,
+        cure: "a guest takes 512 MiB by default: free memory or use a larger machine",
+      }
+    : { name, status: "ok", detail };
+}
+
+function diskCheck(home: string): Check {
+  const name = "disk space";
+  let dir = home;
+  while (!existsSync(dir)) dir = dirname(dir);
+  const stat = statfsSync(dir);
+  const free = stat.bavail * stat.bsize;
+  const detail = `${formatBytes(free)} free for ${home}`;
+  const cure = `free space on the file system of ${dir}, or move home_path`;
+  if (free < MIN_DISK) return { name, status: "missing", detail, cure };
+  return free < GOOD_DISK ? { name, status: "warn", detail, cure } : { name, status: "ok", detail };
+}
+
+function fileLimitCheck(): Check {
+  const name = "open files";
+  const hard = /^Max open files\s+\S+\s+(\S+)/m.exec(readText("/proc/self/limits") ?? "")?.[1] ?? "0";
+  const enough = hard === "unlimited" || Number(hard) >= 65536;
+  return enough
+    ? { name, status: "ok", detail: `limit ${hard}` }
+    : {
+        name,
+        status: "warn",
+        detail: `limit ${hard}`,
+        cure: "LimitNOFILE=1048576 in the service, or ulimit -Hn 65536",
+      };
+}
+
+async function readManifestCheck(depsDir: string): Promise<{ manifest: InstalledManifest; checks: Check[] }> {
+  try {
+    return { manifest: await readManifest(depsDir), checks: [] };
+  } catch (error) {
+    return { manifest: { schema: 1 }, checks: [failed("dependencies", error)] };
+  }
+}
+
+function failed(name: string, error: unknown): Check {
+  if (!(error instanceof AenvError)) throw error;
+  return {
+    name,
+    status: "missing",
+    detail: error.message,
+    ...(error.remediation === undefined ? {} : { cure: error.remediation }),
+  };
+}
+
+async function kernelCheck(
+  options: DoctorOptions,
+  { manifest }: { manifest: InstalledManifest },
+): Promise<{ kernel?: ResolvedKernel; checks: Check[] }> {
+  const name = "guest kernel";
+  try {
+    const kernel =
+      options.kernelImagePath === undefined
+        ? await installedKernel(options.depsDir, manifest)
+        : await configuredKernel(options.depsDir, options.kernelImagePath, { readOnly: true });
+    const initrd = findInitrd(kernel);
+    return {
+      kernel,
+      checks: [
+        { name, status: "ok", detail: `${kernel.release} (${kernel.path})` },
+        {
+          name: "initial file system",
+          status: "ok",
+          detail: initrd ?? "made by the server when it starts",
+        },
+      ],
+    };
+  } catch (error) {
+    return { checks: [failed(name, error)] };
+  }
+}
+
+async function qemuCheck(
+  options: DoctorOptions,
+  { manifest }: { manifest: InstalledManifest },
+): Promise<{ qemu?: QemuDeps; check: Check }> {
+  const name = "QEMU";
+  try {
+    const qemu = await resolveQemu(options.depsDir, manifest, options.qemuBinaryPath);
+    const detail = `${qemu.version} (${qemu.binary})`;
+    return isModern(qemu.version)
+      ? { qemu, check: { name, status: "ok", detail } }
+      : { qemu, check: { name, status: "warn", detail, cure: oldQemuWarning(qemu.version) } };
+  } catch (error) {
+    return { check: failed(name, error) };
+  }
+}
+
+/** Which VMM and mode a server would use, and why: the server's own probe, which boots a guest for a moment. */
+async function vmmCheck(
+  kernel: ResolvedKernel | undefined,
+  qemu: QemuDeps | undefined,
+  mode: string,
+): Promise<Check> {
+  const name = "virtual machines";
+  if (mode !== "auto" && mode !== "kvm" && mode !== "tcg") {
+    return {
+      name,
+      status: "missing",
+      detail: `mode ${mode} is not one QEMU has`,
+      cure: "set AENV_VIRTUALIZATION_MODE to auto, kvm or tcg",
+    };
+  }
+  if (kernel === undefined || qemu === undefined) {
+    return {
+      name,
+      status: "missing",
+      detail: "none can be started without guest kernel and QEMU",
+      cure: "agentenv setup",
+    };
+  }
+  try {
+    const log = createLogger("doctor");
+    log.level = "error";
+    // Without a cache directory: a verdict is found, none is kept.
+    const driver = createQemuDriver({
+      ...qemu,
+      mode,
+      kernelPath: kernel.path,
+      kernelVersion: kernel.release,
+      log,
+    });
+    const probe = await driver.probe();
+    const detail = `${probe.vmm} ${probe.version}, mode ${probe.mode}: ${probe.reason}`;
+    const warnings = probe.warnings.filter((warning) => !detail.includes(warning));
+    return { name, status: probe.mode === "tcg" ? "warn" : "ok", detail: [detail, ...warnings].join("; ") };
+  } catch (error) {
+    return failed(name, error);
+  }
+}
+
+/** Who listens on a TCP port of this machine: from /proc/net/tcp, the process where /proc lets us see it. */
+export function portOwner(port: number): { listening: boolean; pid?: number; command?: string } {
+  const inodes = new Set<string>();
+  const LISTEN = "0A";
+  for (const file of ["/proc/net/tcp", "/proc/net/tcp6"]) {
+    for (const line of (readText(file) ?? "").split("\n").slice(1)) {
+      const fields = line.trim().split(/\s+/);
+      if (fields[3] !== LISTEN || Number.parseInt(fields[1]!.split(":")[1]!, 16) !== port) continue;
+      inodes.add(`socket:[${fields[9]}]`);
+    }
+  }
+  if (inodes.size === 0) return { listening: false };
+  for (const pid of readdirSync("/proc").filter((name) => /^\d+$/.test(name))) {
+    for (const link of fileDescriptors(pid)) {
+      if (inodes.has(link)) {
+        return { listening: true, pid: Number(pid), command: readText(`/proc/${pid}/comm`)?.trim() ?? "?" };
+      }
+    }
+  }
+  return { listening: true };
+}
+
+/** Targets of a process's descriptors; none when it is gone or not ours to look at. */
+function fileDescriptors(pid: string): string[] {
+  const gone = (error: unknown) => ["ENOENT", "EACCES", "EPERM", "ESRCH"].includes(errorCode(error) ?? "");
+  const targets: string[] = [];
+  try {
+    for (const fd of readdirSync(`/proc/${pid}/fd`)) {
+      try {
+        targets.push(readlinkSync(`/proc/${pid}/fd/${fd}`));
+      } catch (error) {
+        if (!gone(error)) throw error;
+      }
+    }
+  } catch (error) {
+    if (!gone(error)) throw error;
+  }
+  return targets;
+}
+
+async function serverChecks(address: string): Promise<Check[]> {
+  const match = /^(?:\[([^\]]+)\]|([^:]*)):(\d+)$/.exec(address);
+  const port = Number(match?.[3]);
+  if (match === null || port < 1 || port > 65535) {
+    return [
+      {
+        name: "listen address",
+        status: "missing",
+        detail: `API_ADDR ${address} is not HOST:PORT`,
+        cure: "correct API_ADDR",
+      },
+    ];
+  }
+  const name = `port ${port}`;
+  const owner = portOwner(port);
+  if (!owner.listening) {
+    return [
+      { name, status: "ok", detail: "free" },
+      { name: "server", status: "ok", detail: "not running" },
+    ];
+  }
+  const who = owner.pid === undefined ? "another process" : `${owner.command} (pid ${owner.pid})`;
+  const host =
+    match[1] !== undefined
+      ? `[${match[1]}]`
+      : match[2] === "" || match[2] === "0.0.0.0"
+        ? "127.0.0.1"
+        : match[2];
+  const health = await probeHealth(`http://${host}:${port}/health`);
+  if (health.healthy) {
+    return [
+      { name, status: "ok", detail: `in use by ${who}` },
+      { name: "server", status: "ok", detail: `running, ${health.detail}` },
+    ];
+  }
+  return [
+    {
+      name,
+      status: "missing",
+      detail: `in use by ${who}, which is no healthy agentenv server (${health.detail})`,
+      cure: "stop that process or choose another port with API_ADDR",
+    },
+  ];
+}
+
+async function probeHealth(url: string): Promise<{ healthy: boolean; detail: string }> {
+  const started = performance.now();
+  try {
+    const response = await fetch(url, { signal: AbortSignal.timeout(2000), redirect: "manual" });
+    await response.body?.cancel();
+    const ms = Math.round(performance.now() - started);
+    return { healthy: response.ok, detail: `GET /health answered ${response.status} in ${ms} ms` };
+  } catch (error) {
+    return { healthy: false, detail: error instanceof Error ? error.message : String(error) };
+  }
+}
+
+const USAGE = `Usage: agentenv doctor [options]
+
+Says per prerequisite whether it is there, and what to do when it is not. Changes nothing.
+Exit code 1 when something that sandboxes need is missing.
+
+  --home DIR           state directory (default: $AENV_HOME_PATH or /var/lib/aenv)
+  --deps DIR           dependency directory (default: $AENV_DEPS_PATH or HOME/deps)
+  --kernel-image PATH  as [kernel].image_path
+  --qemu-binary PATH   as [qemu].binary_path
+  --json               JSON instead of lines
+  -h, --help           this text
+`;
+
+export function formatChecks(checks: readonly Check[]): string {
+  const width = Math.max(...checks.map((check) => check.name.length));
+  return checks
+    .map((check) => {
+      const cure = check.cure === undefined ? "" : `  → ${check.cure}`;
+      return `${check.status.padEnd(8)}${check.name.padEnd(width + 2)}${check.detail}${cure}\n`;
+    })
+    .join("");
+}
+
+/** `agentenv doctor`. Exit codes: 0 all there, 1 something required is missing, 2 wrong usage. */
+export async function doctorMain(argv: string[]): Promise<number> {
+  let values: {
+    home?: string;
+    deps?: string;
+    "kernel-image"?: string;
+    "qemu-binary"?: string;
+    json?: boolean;
+    help?: boolean;
+  };
+  try {
+    ({ values } = parseArgs({
+      args: argv,
+      options: {
+        home: { type: "string" },
+        deps: { type: "string" },
+        "kernel-image": { type: "string" },
+        "qemu-binary": { type: "string" },
+        json: { type: "boolean" },
+        help: { type: "boolean", short: "h" },
+      },
+    }));
+  } catch (error) {
+    process.stderr.write(`Error: ${error instanceof Error ? error.message : error}\n\n${USAGE}`);
+    return 2;
+  }
+  if (values.help) {
+    process.stdout.write(USAGE);
+    return 0;
+  }
+  const checks = await examine({
+    ...depsDirFrom(values),
+    apiAddress: process.env.API_ADDR || "0.0.0.0:8000",
+    mode: process.env.AENV_VIRTUALIZATION_MODE || "auto",
+    kernelImagePath: values["kernel-image"],
+    qemuBinaryPath: values["qemu-binary"],
+  });
+  process.stdout.write(values.json ? `${JSON.stringify({ checks }, null, 2)}\n` : formatChecks(checks));
+  return checks.some((check) => check.status === "missing") ? 1 : 0;
+}
