@@ -1,10 +1,5 @@
-import { createHash, timingSafeEqual } from "node:crypto";
+import { constantTimeEqual } from "../lib/constant-time.ts";
 import { AenvError } from "../lib/errors.ts";
-
-/** Compares two texts in time that depends on neither: both are hashed first, so lengths do not matter. */
-export function constantTimeEqual(a: string, b: string): boolean {
-  return timingSafeEqual(createHash("sha256").update(a).digest(), createHash("sha256").update(b).digest());
-}
 
 /**
  * Exactly one `X-API-Key` header equal to one of the server's keys (two during a rotation). A repeated

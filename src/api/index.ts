@@ -12,8 +12,6 @@ import { type Route, route, runRoute } from "./route.ts";
 import { sandboxRoutes } from "./sandboxes.ts";
 import { templateRoutes } from "./templates.ts";
 
-export { constantTimeEqual } from "./auth.ts";
-
 export interface ControlApiOptions {
   readonly orchestrator: Orchestrator;
   readonly templates: TemplateService;

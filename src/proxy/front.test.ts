@@ -1,0 +1,586 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { createHash, randomBytes } from "node:crypto";
+import { createServer as createNetServer, type Server as NetServer, connect as netConnect } from "node:net";
+import { gzipSync } from "node:zlib";
+import { AenvError } from "../lib/errors.ts";
+import { createLogger } from "../lib/log.ts";
+import type { RouteLookup, SandboxRecord } from "../orchestrator/types.ts";
+import { type Front, startFront } from "./index.ts";
+
+const RUNNING = "01936f8e-72f5-7000-8000-000000000001";
+const PAUSED = "01936f8e-72f5-7000-8000-000000000002";
+const SLEEPER = "01936f8e-72f5-7000-8000-000000000003";
+const PRIVATE = "01936f8e-72f5-7000-8000-000000000004";
+const TRANSIT = "01936f8e-72f5-7000-8000-000000000005";
+const UNKNOWN = "01936f8e-72f5-7000-8000-00000000000f";
+const API_KEY = `e2b_${"a".repeat(64)}`;
+
+let gone = new AbortController();
+let resumes = 0;
+let awake = false;
+
+const orchestrator = {
+  access(id: string) {
+    if (id === UNKNOWN) return undefined;
+    return { secure: true, allowPublicTraffic: id !== PRIVATE };
+  },
+  accessToken: (id: string) => `token-${id}`,
+  trafficToken: (id: string) => `traffic-${id}`,
+  route(id: string): RouteLookup {
+    const ready: RouteLookup = {
+      kind: "ready",
+      hostAddress: "127.0.0.1",
+      instanceId: "i",
+      gone: gone.signal,
+    };
+    if (id === PAUSED) return { kind: "paused", autoResume: false };
+    if (id === TRANSIT) return { kind: "transitional", state: "snapshotting" };
+    if (id === SLEEPER) return awake ? ready : { kind: "paused", autoResume: true };
+    return ready;
+  },
+  async autoResume() {
+    resumes++;
+    await Bun.sleep(20);
+    awake = true;
+  },
+  get(id: string): SandboxRecord {
+    if (id === UNKNOWN) throw new AenvError({ code: "sandbox_not_found", status: 404, message: "no" });
+    return { id, autoResume: id === SLEEPER } as SandboxRecord;
+  },
+};
+
+let front: Front;
+let base: string;
+/** What a service saw last. */
+let seen: { method: string; url: string; headers: Record<string, string>; body: string };
+let service: ReturnType<typeof Bun.serve>;
+let raw: NetServer;
+let rawPort: number;
+/** What the raw service does with a connection. */
+let onRaw: (socket: import("node:net").Socket) => void;
+
+const route = (id: string, port: number): Record<string, string> => ({
+  "e2b-sandbox-id": id,
+  "e2b-sandbox-port": String(port),
+});
+
+beforeAll(async () => {
+  service = Bun.serve({
+    port: 0,
+    hostname: "127.0.0.1",
+    idleTimeout: 0,
+    maxRequestBodySize: 2 ** 31,
+    async fetch(request, server) {
+      const url = new URL(request.url);
+      if (url.pathname === "/ws") {
+        server.upgrade(request, { data: undefined, headers: { "sec-websocket-protocol": "chat" } });
+        return undefined as unknown as Response;
+      }
+      if (url.pathname === "/sse") {
+        return new Response(
+          new ReadableStream({
+            async start(controller) {
+              for (let i = 0; i < 3; i++) {
+                controller.enqueue(`data: ${i}\n\n`);
+                await Bun.sleep(60);
+              }
+              controller.close();
+            },
+          }),
+          { headers: { "content-type": "text/event-stream" } },
+        );
+      }
+      if (url.pathname === "/gzip") {
+        return new Response(gzipSync("squeezed"), { headers: { "content-encoding": "gzip" } });
+      }
+      if (url.pathname === "/cookies") {
+        const headers = new Headers();
+        for (let i = 0; i < 200; i++) headers.append("set-cookie", `c${i}=${i}`);
+        return new Response("ok", { headers });
+      }
+      if (url.pathname === "/hash") {
+        const hash = createHash("sha256");
+        let length = 0;
+        for await (const chunk of request.body ?? []) {
+          hash.update(chunk);
+          length += chunk.length;
+        }
+        return Response.json({ hash: hash.digest("hex"), length });
+      }
+      const body = await request.text();
+      seen = {
+        method: request.method,
+        url: request.url.slice(request.url.indexOf("/", 8)),
+        headers: Object.fromEntries(request.headers),
+        body,
+      };
+      return new Response(`${request.method} ${body}`, { status: url.pathname === "/teapot" ? 418 : 200 });
+    },
+    websocket: {
+      message(socket, message) {
+        if (message === "bye") socket.close(4001, "so long");
+        else socket.send(message);
+      },
+    },
+  });
+  raw = createNetServer({ allowHalfOpen: true }, (socket) => {
+    socket.on("error", () => socket.destroy());
+    onRaw(socket);
+  });
+  await new Promise<void>((resolve) => raw.listen(0, "127.0.0.1", resolve));
+  rawPort = (raw.address() as { port: number }).port;
+  front = startFront({
+    hostname: "127.0.0.1",
+    port: 0,
+    domains: ["box.example"],
+    apiKeys: [API_KEY],
+    orchestrator,
+    log: createLogger("front-test"),
+    limits: {
+      connectMs: 1000,
+      bodyIdleMs: 400,
+      responseHeadMs: 400,
+      headMs: 400,
+      autoResumeMs: 1000,
+      lingerMs: 300,
+    },
+    control: {
+      hasPath: (path) => path.startsWith("/control"),
+      async handle(request) {
+        if (request.url.endsWith("/control/slow")) await Bun.sleep(100);
+        return Response.json({ method: request.method, url: request.url, body: await request.text() });
+      },
+    },
+  });
+  base = `http://127.0.0.1:${front.port}`;
+});
+
+afterAll(async () => {
+  await front.stop(100);
+  await service.stop(true);
+  raw.close();
+});
+
+/** Sends raw bytes and collects what comes back until the other side ends. */
+function exchange(
+  parts: readonly (string | Buffer | number)[],
+  options: { readonly halfClose?: boolean } = {},
+): Promise<{ text: string; reset: boolean }> {
+  return new Promise((resolve) => {
+    const socket = netConnect({ port: front.port, host: "127.0.0.1", allowHalfOpen: true });
+    let text = "";
+    let ended = false;
+    let failed = false;
+    socket.setTimeout(5000, () => socket.destroy());
+    socket.on("data", (chunk) => {
+      text += chunk.toString("latin1");
+    });
+    socket.on("end", () => {
+      ended = true;
+      socket.end();
+    });
+    socket.on("error", () => {
+      failed = true;
+    });
+    socket.on("close", () => resolve({ text, reset: failed || !ended }));
+    void (async () => {
+      for (const part of parts) {
+        if (typeof part === "number") await Bun.sleep(part);
+        else socket.write(part);
+      }
+      if (options.halfClose) socket.end();
+    })();
+  });
+}
+
+const head = (extra = "", target = "/", method = "GET", port = rawPort) =>
+  `${method} ${target} HTTP/1.1\r\nHost: x\r\ne2b-sandbox-id: ${RUNNING}\r\ne2b-sandbox-port: ${port}\r\n${extra}\r\n`;
+
+describe("control plane", () => {
+  test("requests reach the API with their body, keep-alive and pipelined", async () => {
+    const one = "POST /control/a?b=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc";
+    const two =
+      "POST /control/slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nde\r\n0\r\n\r\n";
+    const three = "GET /control/c HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    const { text, reset } = await exchange([one + two + three]);
+    expect(reset).toBe(false);
+    expect(text.match(/HTTP\/1\.1 200 OK/g)).toHaveLength(3);
+    expect(text).toContain('"body":"abc"');
+    expect(text).toContain('"body":"de"');
+    expect(text.indexOf('"abc"')).toBeLessThan(text.indexOf('"de"'));
+  });
+
+  test("malformed input is answered and closed", async () => {
+    expect((await exchange(["NONSENSE\r\n\r\n"])).text).toStartWith("HTTP/1.1 400");
+    expect((await exchange([`GET / HTTP/1.1\r\nx: ${"a".repeat(140_000)}\r\n\r\n`])).text).toStartWith(
+      "HTTP/1.1 431",
+    );
+    const smuggled =
+      "POST /control HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
+    expect((await exchange([smuggled])).text).toStartWith("HTTP/1.1 400");
+    expect(
+      (await exchange(["POST /control HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n"])).text,
+    ).toStartWith("HTTP/1.1 413");
+  });
+
+  test("a client that never finishes its head is cut", async () => {
+    const started = performance.now();
+    await exchange(["GET / HT"]);
+    expect(performance.now() - started).toBeLessThan(4000);
+  });
+});
+
+describe("data plane", () => {
+  test("method, path, query and body pass; our own headers do not", async () => {
+    const reply = await fetch(`${base}/proxy/a%2Fb?x=%20y`, {
+      method: "PUT",
+      body: "hello",
+      headers: {
+        ...route(RUNNING, service.port!),
+        "x-api-key": API_KEY,
+        "x-access-token": "secret",
+        "e2b-traffic-access-token": "t",
+        authorization: "Basic dXNlcjo=",
+      },
+    });
+    expect(await reply.text()).toBe("PUT hello");
+    expect(seen.url).toBe("/a%2Fb?x=%20y");
+    expect(seen.headers.authorization).toBe("Basic dXNlcjo=");
+    expect(seen.headers["x-forwarded-method"]).toBe("PUT");
+    expect(seen.headers["x-forwarded-uri"]).toBe("/a%2Fb?x=%20y");
+    expect(seen.headers["x-forwarded-host"]).toBe(`127.0.0.1:${front.port}`);
+    expect(seen.headers.host).toBe(`127.0.0.1:${service.port}`);
+    for (const name of ["x-api-key", "x-access-token", "e2b-traffic-access-token", "e2b-sandbox-id"]) {
+      expect(seen.headers[name]).toBeUndefined();
+    }
+  });
+
+  test("another application's x-api-key passes", async () => {
+    await fetch(`${base}/x`, { headers: { ...route(RUNNING, service.port!), "x-api-key": "theirs" } });
+    expect(seen.headers["x-api-key"]).toBe("theirs");
+  });
+
+  test("routing by host name", async () => {
+    const reply = await fetch(`${base}/control`, {
+      headers: { host: `${service.port}-${RUNNING}.box.example` },
+    });
+    expect(await reply.text()).toBe("GET ");
+    expect(seen.url).toBe("/control");
+  });
+
+  test("statuses, HEAD and gzip bodies are untouched", async () => {
+    expect((await fetch(`${base}/teapot`, { headers: route(RUNNING, service.port!) })).status).toBe(418);
+    const zipped = await fetch(`${base}/gzip`, { headers: route(RUNNING, service.port!), decompress: false });
+    expect(zipped.headers.get("content-encoding")).toBe("gzip");
+    expect(Buffer.from(await zipped.arrayBuffer())).toEqual(gzipSync("squeezed"));
+    const headReply = await fetch(`${base}/x`, { method: "HEAD", headers: route(RUNNING, service.port!) });
+    expect(headReply.status).toBe(200);
+    const cookies = await fetch(`${base}/cookies`, { headers: route(RUNNING, service.port!) });
+    expect(cookies.headers.getSetCookie()).toHaveLength(200);
+  });
+
+  test("trailers, early hints, reason phrases and 60 KiB of headers pass byte for byte", async () => {
+    const long = "v".repeat(60_000);
+    onRaw = (socket) => {
+      socket.once("data", () =>
+        socket.end(
+          `HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\nHTTP/1.1 200 Quite Fine\r\nX-Long: ${long}\r\nTransfer-Encoding: chunked\r\nTrailer: X-T\r\n\r\n3\r\nabc\r\n0\r\nX-T: 1\r\n\r\n`,
+        ),
+      );
+    };
+    const { text } = await exchange([head("Connection: close\r\n")]);
+    expect(text).toContain("HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n");
+    expect(text).toContain("HTTP/1.1 200 Quite Fine\r\n");
+    expect(text).toContain(`X-Long: ${long}`);
+    expect(text).toEndWith("3\r\nabc\r\n0\r\nX-T: 1\r\n\r\n");
+  });
+
+  test("the connection is kept alive over different sandboxes and the control plane", async () => {
+    const get = `GET /k HTTP/1.1\r\nHost: x\r\ne2b-sandbox-id: ${RUNNING}\r\ne2b-sandbox-port: ${service.port}\r\n\r\n`;
+    const last = "GET /control HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    const { text } = await exchange([get + get + last]);
+    expect(text.match(/HTTP\/1\.1 200/g)).toHaveLength(3);
+  });
+
+  test("server-sent events come one by one", async () => {
+    const reply = await fetch(`${base}/sse`, { headers: route(RUNNING, service.port!) });
+    const times: number[] = [];
+    for await (const _ of reply.body!) times.push(performance.now());
+    expect(times.length).toBe(3);
+    expect(times[2]! - times[0]!).toBeGreaterThan(80);
+  });
+
+  test("a big upload arrives whole with flat memory", async () => {
+    const block = randomBytes(1 << 20);
+    const blocks = 128;
+    const hash = createHash("sha256");
+    for (let i = 0; i < blocks; i++) hash.update(block);
+    let sent = 0;
+    const before = process.memoryUsage.rss();
+    const reply = await fetch(`${base}/hash`, {
+      method: "POST",
+      headers: route(RUNNING, service.port!),
+      body: new ReadableStream({
+        pull(controller) {
+          if (sent++ < blocks) controller.enqueue(block);
+          else controller.close();
+        },
+      }),
+    });
+    expect(await reply.json()).toEqual({ hash: hash.digest("hex"), length: blocks << 20 });
+    expect(process.memoryUsage.rss() - before).toBeLessThan(160 << 20);
+  });
+
+  test("a client that does not read stops the service, not the proxy's memory", async () => {
+    let written = 0;
+    let blocked = false;
+    onRaw = (socket) => {
+      socket.once("data", () => {
+        socket.write("HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n");
+        const block = Buffer.alloc(1 << 20);
+        const push = () => {
+          while (socket.write(block)) written += block.length;
+          written += block.length;
+          blocked = true;
+          socket.once("drain", () => {
+            blocked = false;
+            push();
+          });
+        };
+        push();
+      });
+    };
+    const socket = netConnect(front.port, "127.0.0.1");
+    socket.pause();
+    socket.write(head());
+    await Bun.sleep(700);
+    expect(blocked).toBe(true);
+    expect(written).toBeLessThan(64 << 20);
+    socket.destroy();
+  });
+
+  test("a client's abort reaches the service, a service's abort the client", async () => {
+    let closed = Promise.withResolvers<void>();
+    onRaw = (socket) => {
+      socket.once("data", () => socket.write("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc"));
+      socket.on("close", () => closed.resolve());
+    };
+    const socket = netConnect(front.port, "127.0.0.1");
+    socket.write(head());
+    await new Promise((resolve) => socket.once("data", resolve));
+    socket.destroy();
+    await closed.promise;
+
+    closed = Promise.withResolvers();
+    onRaw = (service_) => {
+      service_.once("data", () => {
+        service_.write("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", () =>
+          service_.destroy(),
+        );
+      });
+    };
+    const cut = await exchange([head()]);
+    expect(cut.text).toContain("abc");
+    expect(cut.text).not.toContain("0\r\n\r\n");
+  });
+
+  test("a body that ends with the connection ends with it", async () => {
+    onRaw = (socket) => {
+      socket.once("data", () => socket.end("HTTP/1.1 200 OK\r\n\r\nuntil the end"));
+    };
+    const { text, reset } = await exchange([head()]);
+    expect(text).toEndWith("\r\n\r\nuntil the end");
+    expect(text).toContain("Connection: close");
+    expect(reset).toBe(false);
+  });
+
+  test("expectations are answered by the proxy", async () => {
+    const request = `POST /e HTTP/1.1\r\nHost: x\r\ne2b-sandbox-id: ${RUNNING}\r\ne2b-sandbox-port: ${service.port}\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n`;
+    const { text } = await exchange([request, 100, "ok"]);
+    expect(text).toStartWith("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200");
+    expect(text).toEndWith("POST ok");
+  });
+
+  test("silence has limits: request body, response head", async () => {
+    onRaw = () => undefined;
+    expect((await exchange([head("Content-Length: 10\r\n", "/", "POST")])).text).toStartWith("HTTP/1.1 504");
+    expect((await exchange([head("Connection: close\r\n")])).text).toStartWith("HTTP/1.1 504");
+  });
+
+  test("malformed answers of a service are a bad gateway", async () => {
+    onRaw = (socket) => {
+      socket.once("data", () => socket.end("SSH-2.0-OpenSSH\r\n\r\n"));
+    };
+    expect((await exchange([head("Connection: close\r\n")])).text).toStartWith("HTTP/1.1 502");
+    onRaw = (socket) => socket.destroy();
+    expect((await exchange([head("Connection: close\r\n")])).text).toStartWith("HTTP/1.1 502");
+  });
+});
+
+describe("tunnels", () => {
+  test("WebSocket: text, binary, subprotocol, close code", async () => {
+    const socket = new WebSocket(`ws://127.0.0.1:${front.port}/ws`, {
+      headers: route(RUNNING, service.port!),
+      protocols: ["chat"],
+    } as unknown as string[]);
+    socket.binaryType = "arraybuffer";
+    const messages: unknown[] = [];
+    const closed = new Promise<CloseEvent>((resolve) => {
+      socket.onclose = resolve;
+    });
+    socket.onmessage = (event) => messages.push(event.data);
+    await new Promise((resolve) => {
+      socket.onopen = resolve;
+    });
+    expect(socket.protocol).toBe("chat");
+    socket.send("text");
+    socket.send(new Uint8Array([1, 2, 255]));
+    socket.send("x".repeat(300_000));
+    while (messages.length < 3) await Bun.sleep(5);
+    expect(messages[0]).toBe("text");
+    expect(new Uint8Array(messages[1] as ArrayBuffer)).toEqual(new Uint8Array([1, 2, 255]));
+    expect((messages[2] as string).length).toBe(300_000);
+    socket.send("bye");
+    const event = await closed;
+    expect(event.code).toBe(4001);
+    expect(event.reason).toBe("so long");
+  });
+
+  test("any protocol, with half-close in both directions", async () => {
+    onRaw = (socket) => {
+      let text = "";
+      socket.once("data", () => {
+        socket.write("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n");
+        socket.on("data", (chunk) => {
+          text += chunk.toString();
+        });
+        socket.on("end", () => socket.end(`got ${text}`));
+      });
+    };
+    const { text, reset } = await exchange(
+      [head("Connection: Upgrade\r\nUpgrade: echo\r\n"), 100, "one ", "two"],
+      {
+        halfClose: true,
+      },
+    );
+    expect(text).toContain("HTTP/1.1 101");
+    expect(text).toEndWith("got one two");
+    expect(reset).toBe(false);
+  });
+
+  test("a refused upgrade is an ordinary answer; a malformed one is refused", async () => {
+    onRaw = (socket) => {
+      socket.once("data", () => socket.end("HTTP/1.1 426 Upgrade Required\r\nContent-Length: 2\r\n\r\nno"));
+    };
+    expect((await exchange([head("Connection: Upgrade\r\nUpgrade: echo\r\n")])).text).toEndWith("no");
+    expect((await exchange([head("Connection: Upgrade\r\nUpgrade: websocket\r\n")])).text).toStartWith(
+      "HTTP/1.1 400",
+    );
+  });
+});
+
+describe("who may and where to", () => {
+  const call = (id: string, port: number, headers: Record<string, string> = {}, path = "/") =>
+    fetch(`${base}${path}`, { headers: { ...route(id, port), ...headers } });
+  const own = (id: string, port: number) =>
+    fetch(`${base}/proxy/`, {
+      headers: { "x-agentenv-sandbox-id": id, "x-agentenv-target-port": String(port) },
+    });
+
+  test("unknown, paused, transitional and closed port in both styles", async () => {
+    expect((await call(UNKNOWN, 80)).status).toBe(502);
+    expect(await (await call(UNKNOWN, 80)).json()).toEqual({
+      sandboxId: UNKNOWN,
+      message: "The sandbox was not found",
+      code: 502,
+    });
+    expect((await own(UNKNOWN, 80)).status).toBe(404);
+    expect(await (await own(UNKNOWN, 80)).text()).toBe("sandbox not found");
+    expect((await call(PAUSED, 80)).status).toBe(502);
+    expect((await own(PAUSED, 80)).status).toBe(410);
+    expect((await call(TRANSIT, 80)).status).toBe(409);
+    expect((await own(TRANSIT, 80)).status).toBe(410);
+    const closed = await call(RUNNING, 1);
+    expect(closed.status).toBe(502);
+    expect(await closed.json()).toEqual({
+      sandboxId: RUNNING,
+      message: "The sandbox is running but port is not open",
+      port: 1,
+      code: 502,
+    });
+    expect((await own(RUNNING, 1)).status).toBe(502);
+  });
+
+  test("the agent's port needs the sandbox's token", async () => {
+    expect((await call(RUNNING, 49_983)).status).toBe(401);
+    expect((await call(RUNNING, 49_983, { "x-access-token": "wrong" })).status).toBe(401);
+    // Authorised: nothing listens there.
+    expect((await call(RUNNING, 49_983, { "x-access-token": `token-${RUNNING}` })).status).toBe(502);
+    expect((await call(RUNNING, 49_983, {}, "/files?signature=v1_x")).status).toBe(502);
+    expect((await call(RUNNING, 49_983, {}, "/health?signature=v1_x")).status).toBe(401);
+  });
+
+  test("host-only paths of the agent are not there", async () => {
+    for (const path of ["/init", "/proxy//init", "/%69nit", "/freeze", "/init/"]) {
+      const reply = await call(RUNNING, 49_983, { "x-access-token": `token-${RUNNING}` }, path);
+      expect(reply.status).toBe(404);
+    }
+  });
+
+  test("private ingress needs the traffic token", async () => {
+    expect((await call(PRIVATE, service.port!)).status).toBe(403);
+    expect((await call(PRIVATE, service.port!, { "e2b-traffic-access-token": "no" })).status).toBe(403);
+    const reply = await call(PRIVATE, service.port!, { "e2b-traffic-access-token": `traffic-${PRIVATE}` });
+    expect(reply.status).toBe(200);
+    expect(seen.headers["e2b-traffic-access-token"]).toBeUndefined();
+  });
+
+  test("traffic wakes a paused sandbox; an unauthorised request does not", async () => {
+    expect((await call(SLEEPER, 49_983)).status).toBe(401);
+    expect(resumes).toBe(0);
+    const reply = await fetch(`${base}/x`, {
+      method: "POST",
+      body: "kept",
+      headers: route(SLEEPER, service.port!),
+    });
+    expect(await reply.text()).toBe("POST kept");
+    expect(resumes).toBe(1);
+  });
+
+  test("a sandbox that goes cuts its streams and refuses its requests", async () => {
+    onRaw = (socket) => {
+      socket.once("data", () => socket.write("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"));
+    };
+    const streaming = exchange([head()]);
+    await Bun.sleep(150);
+    gone.abort();
+    const { text } = await streaming;
+    expect(text).toEndWith("abc");
+    gone = new AbortController();
+    onRaw = () => undefined;
+    const waiting = exchange([head("Connection: close\r\n")]);
+    await Bun.sleep(100);
+    gone.abort();
+    expect((await waiting).text).toStartWith("HTTP/1.1 502");
+    gone = new AbortController();
+  });
+});
+
+test("a port in use says so", () => {
+  expect(() =>
+    startFront({
+      hostname: "127.0.0.1",
+      port: front.port,
+      domains: [],
+      apiKeys: [],
+      orchestrator,
+      log: createLogger("front-test"),
+      control: { hasPath: () => false, handle: async () => new Response() },
+    }),
+  ).toThrow(/in use by another process/);
+});
+
+test("no connection is left behind", async () => {
+  for (let i = 0; i < 100 && front.connections > 2; i++) await Bun.sleep(50);
+  expect(front.connections).toBeLessThanOrEqual(2);
+});

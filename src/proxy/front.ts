@@ -1,0 +1,939 @@
+import type { Socket, TCPSocketListener } from "bun";
+import { AenvError } from "../lib/errors.ts";
+import type { Logger } from "../lib/log.ts";
+import type { Orchestrator } from "../orchestrator/types.ts";
+import {
+  AGENT_PORT,
+  authorizeData,
+  type DataRequest,
+  forwardedRequestHeaders,
+  forwardedResponseHeaders,
+  isHostOnly,
+} from "./access.ts";
+import { type Classification, classify, pathOf, splitTarget } from "./classify.ts";
+import {
+  BodyScanner,
+  formatHead,
+  HttpParseError,
+  headerTokens,
+  headerValue,
+  parseRequestHead,
+  parseResponseHead,
+  type RequestHead,
+  type ResponseHead,
+  requestFraming,
+  responseFraming,
+} from "./http1.ts";
+import { Outlet } from "./outlet.ts";
+import {
+  faults,
+  formatFault,
+  formatPlainError,
+  formatReply,
+  type ProxyFault,
+  portClosed,
+} from "./replies.ts";
+
+/*
+ * The server's one listener. It reads HTTP/1.1 from raw sockets because a sandbox's traffic must pass
+ * untouched: trailers, early hints, header spelling, half-closed tunnels, resets and backpressure in both
+ * directions, none of which survive Request/Response objects. Control-plane requests are small JSON calls;
+ * they are collected and handed to the API as ordinary Request objects.
+ */
+
+export interface FrontOptions {
+  readonly hostname: string;
+  readonly port: number;
+  /** Sandbox host domains, lower case. */
+  readonly domains: readonly string[];
+  readonly apiKeys: readonly string[];
+  readonly control: {
+    handle(request: Request): Promise<Response>;
+    hasPath(path: string): boolean;
+  };
+  readonly orchestrator: Pick<
+    Orchestrator,
+    "access" | "accessToken" | "trafficToken" | "route" | "autoResume" | "get"
+  >;
+  readonly log: Logger;
+  readonly limits?: Partial<FrontLimits>;
+}
+
+export interface FrontLimits {
+  /** A client that does not finish its request head. */
+  readonly headMs: number;
+  /** An idle keep-alive connection. */
+  readonly idleMs: number;
+  /** A client that does not close after its last answer. */
+  readonly lingerMs: number;
+  readonly connectMs: number;
+  /** Request body without a byte. */
+  readonly bodyIdleMs: number;
+  /** From the end of the request body to the response head. */
+  readonly responseHeadMs: number;
+  readonly autoResumeMs: number;
+  readonly maxConnections: number;
+  readonly maxControlBodyBytes: number;
+}
+
+const DEFAULT_LIMITS: FrontLimits = {
+  headMs: 30_000,
+  idleMs: 75_000,
+  lingerMs: 5_000,
+  connectMs: 5_000,
+  bodyIdleMs: 30_000,
+  responseHeadMs: 30_000,
+  autoResumeMs: 60_000,
+  maxConnections: 20_000,
+  maxControlBodyBytes: 8 * 1024 * 1024,
+};
+
+export interface Front {
+  readonly hostname: string;
+  readonly port: number;
+  readonly connections: number;
+  /** Stops accepting, lets running requests end for `graceMs`, then cuts what is left. */
+  stop(graceMs: number): Promise<void>;
+}
+
+const EMPTY = Buffer.alloc(0);
+/** Unread input kept while a request is being answered (pipelining); then the socket is paused. */
+const MAX_PIPELINED_BYTES = 64 * 1024;
+
+interface Shared {
+  readonly options: FrontOptions;
+  readonly limits: FrontLimits;
+  readonly connections: Set<Connection>;
+  stopping: boolean;
+}
+
+interface ClientData {
+  connection?: Connection;
+}
+
+interface UpstreamData {
+  readonly exchange: Exchange;
+}
+
+/** One client connection: requests one after the other, or a tunnel. */
+class Connection {
+  readonly #shared: Shared;
+  readonly #socket: Socket<ClientData>;
+  readonly outlet: Outlet<ClientData>;
+  #input: Buffer = EMPTY;
+  #state: "head" | "control-body" | "busy" | "exchange" | "closing" | "closed" = "head";
+  #paused = false;
+  #processing = false;
+  #exchange: Exchange | undefined;
+  #control: { head: RequestHead; scanner: BodyScanner; parts: Buffer[]; bytes: number } | undefined;
+  #deadline: number;
+  #onDeadline: () => void;
+
+  constructor(shared: Shared, socket: Socket<ClientData>) {
+    this.#shared = shared;
+    this.#socket = socket;
+    this.outlet = new Outlet(socket);
+    this.#deadline = performance.now() + shared.limits.headMs;
+    this.#onDeadline = () => this.destroy();
+  }
+
+  get idle(): boolean {
+    return this.#state === "head";
+  }
+
+  /** One timer for all connections: each knows when it is late and what that means. */
+  setDeadline(ms: number | undefined, action: () => void = () => this.destroy()): void {
+    this.#deadline = ms === undefined ? Number.POSITIVE_INFINITY : performance.now() + ms;
+    this.#onDeadline = action;
+  }
+
+  sweep(now: number): void {
+    if (now < this.#deadline) return;
+    this.#deadline = Number.POSITIVE_INFINITY;
+    this.#onDeadline();
+  }
+
+  pause(): void {
+    if (this.#paused || this.#state === "closed") return;
+    this.#paused = true;
+    this.#socket.pause();
+  }
+
+  resume(): void {
+    if (!this.#paused || this.#state === "closed") return;
+    this.#paused = false;
+    this.#socket.resume();
+  }
+
+  onData(chunk: Buffer): void {
+    if (this.#state === "closing" || this.#state === "closed") return;
+    if (this.#state === "exchange" && this.#input.length === 0 && this.#exchange!.takesRequestBytes) {
+      const rest = this.#exchange!.onRequestBytes(chunk);
+      if (rest.length > 0) this.#input = Buffer.from(rest);
+      return;
+    }
+    this.#input = this.#input.length === 0 ? Buffer.from(chunk) : Buffer.concat([this.#input, chunk]);
+    if (this.#state === "head" || this.#state === "control-body") this.#process();
+    else if (this.#input.length > MAX_PIPELINED_BYTES) this.pause();
+  }
+
+  onDrain(): void {
+    if (this.outlet.drain()) this.#exchange?.onClientDrained();
+  }
+
+  /** The client sent FIN. */
+  onEnd(): void {
+    if (this.#state === "exchange") this.#exchange!.onClientEnd();
+    else if (this.#state === "busy") this.#state = "closing";
+    else if (this.#state !== "closing") this.destroy();
+  }
+
+  onClose(): void {
+    if (this.#state === "closed") return;
+    this.#state = "closed";
+    this.outlet.close();
+    this.#shared.connections.delete(this);
+    this.#exchange?.onClientGone();
+  }
+
+  /** Cuts the connection so that the client cannot take it for a regular end. */
+  destroy(): void {
+    if (this.#state === "closed") return;
+    this.#socket.terminate();
+    this.onClose();
+  }
+
+  /** Sends the last bytes and ends. */
+  finish(bytes: Uint8Array): void {
+    if (this.#state === "closed") return;
+    this.#state = "closing";
+    this.outlet.write(bytes);
+    // Closing with unread input would reset the connection and could take the answer with it: say that
+    // nothing more comes, read on and forget what arrives, and close when the client does.
+    this.outlet.flushed(() => this.#socket.shutdown());
+    this.resume();
+    this.setDeadline(this.#shared.limits.lingerMs);
+  }
+
+  endWrites(): void {
+    this.outlet.flushed(() => this.#socket.shutdown());
+  }
+
+  /** After an exchange: unread bytes it got go back, the next request may begin. */
+  exchangeDone(keepAlive: boolean): void {
+    this.#exchange = undefined;
+    if (this.#state === "closed") return;
+    if (!keepAlive || this.#shared.stopping) {
+      this.finish(EMPTY);
+      return;
+    }
+    this.#nextRequest();
+  }
+
+  takeInput(): Buffer {
+    const input = this.#input;
+    this.#input = EMPTY;
+    return input;
+  }
+
+  giveBack(rest: Buffer): void {
+    this.#input = rest;
+  }
+
+  #nextRequest(): void {
+    this.#state = "head";
+    this.setDeadline(this.#shared.limits.idleMs);
+    this.resume();
+    this.#process();
+  }
+
+  /** Works through the unread input as far as it goes. */
+  #process(): void {
+    if (this.#processing) return;
+    this.#processing = true;
+    try {
+      for (;;) {
+        const before = this.#state;
+        if (before === "head") {
+          if (!this.#readHead()) return;
+        } else if (before === "control-body") {
+          if (!this.#readControlBody()) return;
+        } else return;
+      }
+    } catch (error) {
+      const status = error instanceof HttpParseError ? error.status : 500;
+      const message = error instanceof HttpParseError ? error.message : "internal error";
+      if (!(error instanceof HttpParseError)) this.#shared.options.log.error({ err: error }, "front failed");
+      this.finish(formatPlainError(status, message, { close: true, head: false }));
+    } finally {
+      this.#processing = false;
+    }
+  }
+
+  /** Returns false when more input is needed. */
+  #readHead(): boolean {
+    // Empty lines before a request are allowed and mean nothing.
+    while (this.#input[0] === 13 && this.#input[1] === 10) this.#input = this.#input.subarray(2);
+    if (this.#input.length === 0) return false;
+    const head = parseRequestHead(this.#input);
+    if (head === undefined) {
+      // From its first byte on a head has a limited time.
+      if (this.#deadline > performance.now() + this.#shared.limits.headMs) {
+        this.setDeadline(this.#shared.limits.headMs);
+      }
+      return false;
+    }
+    this.#input = this.#input.subarray(head.lengthBytes);
+    this.setDeadline(undefined);
+    const { options } = this.#shared;
+    const which = classify(head.target, head.headers, {
+      domains: options.domains,
+      isControlPath: options.control.hasPath,
+    });
+    if (which.plane === "data") this.#startExchange(head, which);
+    else if (which.plane === "control") this.#startControl(head);
+    else this.#refuse(head, which);
+    return true;
+  }
+
+  #refuse(head: RequestHead, which: Extract<Classification, { plane: "invalid" }>): void {
+    const key = headerValue(head.headers, "x-api-key");
+    const known = key !== undefined && this.#shared.options.apiKeys.includes(key);
+    const isHead = head.method === "HEAD";
+    if (which.needsApiKey && !known) {
+      this.finish(
+        formatPlainError(401, "authentication failed: the X-API-Key header is missing, repeated or wrong", {
+          close: true,
+          head: isHead,
+        }),
+      );
+      return;
+    }
+    const headers = [
+      ["Content-Type", "text/plain; charset=utf-8"],
+      ["Access-Control-Allow-Origin", "*"],
+    ] as const;
+    this.finish(formatReply(400, headers, Buffer.from(which.message), { close: true, head: isHead }));
+  }
+
+  // ---- control plane ----
+
+  #startControl(head: RequestHead): void {
+    const framing = requestFraming(head);
+    const { maxControlBodyBytes } = this.#shared.limits;
+    if (framing.kind === "length" && framing.bytes > maxControlBodyBytes) {
+      throw new HttpParseError(413, `the request body is larger than ${maxControlBodyBytes} bytes`);
+    }
+    if (headerTokens(head.headers, "expect").includes("100-continue") && framing.kind !== "none") {
+      this.outlet.write(Buffer.from("HTTP/1.1 100 Continue\r\n\r\n"));
+    }
+    this.#control = { head, scanner: new BodyScanner(framing, 400), parts: [], bytes: 0 };
+    this.#state = "control-body";
+    this.setDeadline(this.#shared.limits.bodyIdleMs);
+  }
+
+  #readControlBody(): boolean {
+    const control = this.#control!;
+    const input = this.#input;
+    const end = control.scanner.scan(input, 0, (from, to) => {
+      control.bytes += to - from;
+      if (control.bytes > this.#shared.limits.maxControlBodyBytes) {
+        throw new HttpParseError(413, "the request body is too large");
+      }
+      control.parts.push(Buffer.from(input.subarray(from, to)));
+    });
+    this.#input = input.subarray(end);
+    if (!control.scanner.done) {
+      this.setDeadline(this.#shared.limits.bodyIdleMs);
+      return false;
+    }
+    this.#control = undefined;
+    this.setDeadline(undefined);
+    this.#state = "busy";
+    void this.#answerControl(control.head, Buffer.concat(control.parts));
+    return true;
+  }
+
+  async #answerControl(head: RequestHead, body: Buffer): Promise<void> {
+    const isHead = head.method === "HEAD";
+    let bytes: Buffer;
+    let close = this.#shared.stopping || !wantsKeepAlive(head);
+    try {
+      const request = toRequest(head, body);
+      const response = await this.#shared.options.control.handle(request);
+      const payload = new Uint8Array(await response.arrayBuffer());
+      close = close || this.#state === "closing" || this.#shared.stopping;
+      const headers = [...response.headers].filter(
+        ([name]) => name !== "content-length" && name !== "connection",
+      );
+      bytes = formatReply(response.status, headers, payload, { close, head: isHead });
+    } catch (error) {
+      const invalid = error instanceof HttpParseError;
+      if (!invalid) this.#shared.options.log.error({ err: error }, "control request failed");
+      close = true;
+      bytes = formatPlainError(invalid ? error.status : 500, invalid ? error.message : "internal error", {
+        close,
+        head: isHead,
+      });
+    }
+    // The client may have gone meanwhile; what it asked for is done all the same.
+    if (this.#isClosed()) return;
+    if (close) {
+      this.finish(bytes);
+      return;
+    }
+    this.outlet.write(bytes);
+    this.#nextRequest();
+  }
+
+  #isClosed(): boolean {
+    return this.#state === "closed";
+  }
+
+  // ---- data plane ----
+
+  #startExchange(head: RequestHead, which: Extract<Classification, { plane: "data" }>): void {
+    this.#state = "exchange";
+    this.pause();
+    const exchange = new Exchange(this.#shared, this, head, which);
+    this.#exchange = exchange;
+    exchange.start().catch((error: unknown) => {
+      this.#shared.options.log.error({ err: error }, "proxy exchange failed");
+      this.destroy();
+    });
+  }
+}
+
+function wantsKeepAlive(head: RequestHead): boolean {
+  const tokens = headerTokens(head.headers, "connection");
+  return head.minor === 1 ? !tokens.includes("close") : tokens.includes("keep-alive");
+}
+
+function toRequest(head: RequestHead, body: Buffer): Request {
+  const { target } = splitTarget(head.target);
+  const headers = new Headers();
+  for (const [name, value] of head.headers) headers.append(name, value);
+  if (!target.startsWith("/")) throw new HttpParseError(400, "malformed request target");
+  const bodiless = head.method === "GET" || head.method === "HEAD";
+  if (["CONNECT", "TRACE", "TRACK"].includes(head.method.toUpperCase())) {
+    throw new HttpParseError(405, `method ${head.method} is not allowed`);
+  }
+  return new Request(`http://localhost${target}`, {
+    method: head.method,
+    headers,
+    ...(bodiless || body.length === 0 ? {} : { body: new Uint8Array(body) }),
+  });
+}
+
+/** One request to a service in a sandbox over a connection of its own. */
+class Exchange {
+  readonly #shared: Shared;
+  readonly #client: Connection;
+  readonly #head: RequestHead;
+  readonly #which: Extract<Classification, { plane: "data" }>;
+  readonly #request: DataRequest;
+  readonly #requestBody: BodyScanner;
+  readonly #upgrade: string | undefined;
+  #upstream: Socket<UpstreamData> | undefined;
+  #upstreamOutlet: Outlet<UpstreamData> | undefined;
+  #upstreamPaused = false;
+  #upstreamEnded = false;
+  #responseInput: Buffer = EMPTY;
+  #responseBody: BodyScanner | undefined;
+  #keepAlive = false;
+  #phase: "starting" | "request" | "response" | "tunnel" | "done" = "starting";
+  #clientEnded = false;
+  #detachGone: () => void = () => undefined;
+
+  constructor(
+    shared: Shared,
+    client: Connection,
+    head: RequestHead,
+    which: Extract<Classification, { plane: "data" }>,
+  ) {
+    this.#shared = shared;
+    this.#client = client;
+    this.#head = head;
+    this.#which = which;
+    this.#request = {
+      method: head.method,
+      target: which.target,
+      path: pathOf(which.target),
+      port: which.port,
+      sandboxId: which.sandboxId,
+      headers: head.headers,
+    };
+    this.#upgrade = upgradeProtocol(head);
+    this.#requestBody = new BodyScanner(
+      this.#upgrade === undefined ? requestFraming(head) : { kind: "none" },
+      400,
+    );
+  }
+
+  /** The client's bytes are wanted here (body or tunnel). */
+  get takesRequestBytes(): boolean {
+    return (
+      this.#phase === "tunnel" ||
+      ((this.#phase === "request" || this.#phase === "response") && !this.#requestBody.done)
+    );
+  }
+
+  async start(): Promise<void> {
+    if (isHostOnly(this.#request)) {
+      this.#fail({ agentenv: [404, "not found"], e2b: [404, "not found"] });
+      return;
+    }
+    const refused = authorizeData(this.#request, this.#shared.options.orchestrator);
+    if (refused !== undefined) {
+      this.#fail(refused);
+      return;
+    }
+    const ready = await this.#route();
+    if (this.#phase === "done") return;
+    if (ready.kind === "fault") {
+      this.#fail(ready.fault);
+      return;
+    }
+    const onGone = () => this.#onSandboxGone();
+    ready.gone.addEventListener("abort", onGone, { once: true });
+    this.#detachGone = () => ready.gone.removeEventListener("abort", onGone);
+    if (ready.gone.aborted) {
+      onGone();
+      return;
+    }
+    await this.#connect(ready.hostAddress);
+  }
+
+  /** The place to send to, after waking the sandbox at most once. */
+  async #route(): Promise<
+    | { readonly kind: "ready"; readonly hostAddress: string; readonly gone: AbortSignal }
+    | { readonly kind: "fault"; readonly fault: ProxyFault }
+  > {
+    const { orchestrator, log } = this.#shared.options;
+    const { sandboxId } = this.#which;
+    const fault = (value: ProxyFault) => ({ kind: "fault", fault: value }) as const;
+    for (let attempt = 0; ; attempt++) {
+      const found = orchestrator.route(sandboxId);
+      switch (found.kind) {
+        case "ready":
+          return found;
+        case "not_found":
+          return fault(faults.notFound);
+        case "route_missing":
+          return fault(faults.routeMissing);
+        case "transitional":
+        case "paused": {
+          const wakes =
+            found.kind === "paused" ? found.autoResume : found.state === "pausing" && this.#autoResumes();
+          if (!wakes) return fault(found.kind === "paused" ? faults.paused : faults.transitional);
+          if (attempt > 0) return fault(faults.resumeFailed);
+          const { autoResumeMs } = this.#shared.limits;
+          const timeout = Symbol("timeout");
+          const { promise: late, resolve } = Promise.withResolvers<typeof timeout>();
+          const timer = setTimeout(() => resolve(timeout), autoResumeMs);
+          try {
+            if ((await Promise.race([orchestrator.autoResume(sandboxId), late])) === timeout) {
+              return fault(faults.resumeTimedOut);
+            }
+          } catch (error) {
+            log.warn({ err: error, sandboxId }, "auto-resume failed");
+            return fault(faults.resumeFailed);
+          } finally {
+            clearTimeout(timer);
+          }
+        }
+      }
+    }
+  }
+
+  #autoResumes(): boolean {
+    try {
+      return this.#shared.options.orchestrator.get(this.#which.sandboxId).autoResume;
+    } catch (error) {
+      if (error instanceof AenvError) return false;
+      throw error;
+    }
+  }
+
+  async #connect(hostAddress: string): Promise<void> {
+    let settled = false;
+    this.#client.setDeadline(this.#shared.limits.connectMs, () => {
+      if (settled) return;
+      settled = true;
+      this.#fail(portClosed(this.#which.port));
+    });
+    try {
+      const socket = await Bun.connect<UpstreamData>({
+        hostname: hostAddress,
+        port: this.#which.port,
+        allowHalfOpen: true,
+        data: { exchange: this },
+        socket: {
+          data: (_socket, chunk) => this.#onResponseBytes(chunk),
+          drain: () => this.#onUpstreamDrain(),
+          end: () => this.#onUpstreamEnd(),
+          close: (_socket, error) => this.#onUpstreamClose(error !== undefined && error !== null),
+          error: () => this.#onUpstreamClose(true),
+        },
+      });
+      if (settled || this.#phase === "done") {
+        socket.terminate();
+        return;
+      }
+      settled = true;
+      socket.setNoDelay(true);
+      this.#upstream = socket;
+      this.#upstreamOutlet = new Outlet(socket);
+    } catch {
+      // Refused, unreachable or reset: all mean that nobody listens there.
+      if (settled || this.#phase === "done") return;
+      settled = true;
+      this.#fail(portClosed(this.#which.port));
+      return;
+    }
+    this.#sendRequestHead(`${hostAddress}:${this.#which.port}`);
+  }
+
+  #sendRequestHead(authority: string): void {
+    const { orchestrator, apiKeys } = this.#shared.options;
+    const secure = orchestrator.access(this.#which.sandboxId)?.secure ?? false;
+    let host = authority;
+    if (this.#which.port !== AGENT_PORT) {
+      try {
+        const mask = orchestrator.get(this.#which.sandboxId).network?.maskRequestHost;
+        if (mask !== undefined) host = mask.replaceAll("$" + "{PORT}", String(this.#which.port));
+      } catch (error) {
+        if (!(error instanceof AenvError)) throw error;
+      }
+    }
+    const headers = forwardedRequestHeaders(this.#request, {
+      upstreamAuthority: host,
+      apiKeys,
+      passAccessToken: this.#which.port === AGENT_PORT && secure,
+      ...(this.#upgrade === undefined ? {} : { upgrade: this.#upgrade }),
+    });
+    this.#phase = "request";
+    this.#upstreamOutlet!.write(
+      formatHead(`${this.#head.method} ${this.#which.target} HTTP/1.${this.#head.minor}`, headers),
+    );
+    if (headerTokens(this.#head.headers, "expect").includes("100-continue") && !this.#requestBody.done) {
+      this.#client.outlet.write(Buffer.from("HTTP/1.1 100 Continue\r\n\r\n"));
+    }
+    if (this.#requestBody.done) this.#requestSent();
+    else {
+      this.#client.setDeadline(this.#shared.limits.bodyIdleMs, () => this.#fail(faults.timeout));
+      const rest = this.onRequestBytes(this.#client.takeInput());
+      this.#client.giveBack(Buffer.from(rest));
+    }
+    if (!this.#upstreamOutlet!.blocked) this.#client.resume();
+  }
+
+  #requestSent(): void {
+    this.#phase = this.#responseBody === undefined ? "response" : this.#phase;
+    if (this.#responseBody === undefined) {
+      this.#client.setDeadline(this.#shared.limits.responseHeadMs, () => this.#fail(faults.timeout));
+    }
+  }
+
+  /** Returns what is behind this request's body: the beginning of the next request. */
+  onRequestBytes(chunk: Buffer): Buffer {
+    const outlet = this.#upstreamOutlet!;
+    if (this.#phase === "tunnel") {
+      if (!outlet.write(chunk)) this.#client.pause();
+      return EMPTY;
+    }
+    let end: number;
+    try {
+      end = this.#requestBody.scan(chunk, 0);
+    } catch (error) {
+      if (!(error instanceof HttpParseError)) throw error;
+      this.#fail({ agentenv: [400, error.message], e2b: [400, error.message] });
+      return EMPTY;
+    }
+    if (!outlet.write(chunk.subarray(0, end))) this.#client.pause();
+    if (this.#requestBody.done) this.#requestSent();
+    else if (this.#responseBody === undefined) {
+      this.#client.setDeadline(this.#shared.limits.bodyIdleMs, () => this.#fail(faults.timeout));
+    }
+    return chunk.subarray(end);
+  }
+
+  #onUpstreamDrain(): void {
+    if (this.#phase === "done" || this.#upstreamOutlet === undefined) return;
+    if (this.#upstreamOutlet.drain()) this.#client.resume();
+  }
+
+  onClientDrained(): void {
+    if (this.#upstreamPaused && this.#phase !== "done") {
+      this.#upstreamPaused = false;
+      this.#upstream!.resume();
+    }
+  }
+
+  #toClient(bytes: Uint8Array): void {
+    if (this.#client.outlet.write(bytes) || this.#upstreamPaused || this.#upstream === undefined) return;
+    this.#upstreamPaused = true;
+    this.#upstream.pause();
+  }
+
+  #onResponseBytes(chunk: Buffer): void {
+    if (this.#phase === "done") return;
+    try {
+      if (this.#phase === "tunnel") this.#toClient(chunk);
+      else if (this.#responseBody !== undefined) this.#onResponseBody(chunk);
+      else {
+        this.#responseInput = Buffer.concat([this.#responseInput, chunk]);
+        this.#readResponseHeads();
+      }
+    } catch (error) {
+      if (!(error instanceof HttpParseError)) throw error;
+      this.#shared.options.log.debug({ err: error, sandboxId: this.#which.sandboxId }, "malformed response");
+      if (this.#responseBody === undefined) this.#fail(faults.badGateway);
+      else this.#cut();
+    }
+  }
+
+  #readResponseHeads(): void {
+    for (;;) {
+      const head = parseResponseHead(this.#responseInput);
+      if (head === undefined) return;
+      const rest = this.#responseInput.subarray(head.lengthBytes);
+      this.#responseInput = EMPTY;
+      if (head.status === 101 && this.#upgrade !== undefined) {
+        this.#startTunnel(head, rest);
+        return;
+      }
+      if (head.status < 200) {
+        // The proxy has answered an expectation itself; other interim answers pass.
+        if (head.status !== 100 && this.#head.minor === 1) {
+          this.#toClient(formatHead(`HTTP/1.1 ${head.status} ${head.reason}`, head.headers));
+        }
+        this.#responseInput = Buffer.from(rest);
+        continue;
+      }
+      this.#startResponse(head, rest);
+      return;
+    }
+  }
+
+  #startResponse(head: ResponseHead, rest: Buffer): void {
+    const framing = responseFraming(head, this.#head.method);
+    this.#responseBody = new BodyScanner(framing, 502);
+    this.#phase = "response";
+    this.#client.setDeadline(undefined);
+    this.#keepAlive =
+      wantsKeepAlive(this.#head) &&
+      framing.kind !== "close" &&
+      this.#requestBody.done &&
+      this.#upgrade === undefined &&
+      !this.#shared.stopping;
+    const headers = forwardedResponseHeaders(head.headers, { close: !this.#keepAlive });
+    this.#toClient(formatHead(`HTTP/1.1 ${head.status} ${head.reason}`, headers));
+    if (this.#responseBody.done) this.#finish();
+    else if (rest.length > 0) this.#onResponseBody(rest);
+  }
+
+  #onResponseBody(chunk: Buffer): void {
+    const body = this.#responseBody!;
+    const end = body.scan(chunk, 0);
+    this.#toClient(chunk.subarray(0, end));
+    if (body.done) this.#finish();
+  }
+
+  #startTunnel(head: ResponseHead, rest: Buffer): void {
+    this.#phase = "tunnel";
+    this.#client.setDeadline(undefined);
+    const headers = forwardedResponseHeaders(head.headers, { close: false, upgrade: this.#upgrade! });
+    this.#toClient(formatHead(`HTTP/1.1 101 ${head.reason}`, headers));
+    if (rest.length > 0) this.#toClient(rest);
+    const early = this.#client.takeInput();
+    if (early.length > 0 && !this.#upstreamOutlet!.write(early)) this.#client.pause();
+  }
+
+  #onUpstreamEnd(): void {
+    if (this.#phase === "done") return;
+    this.#upstreamEnded = true;
+    if (this.#phase === "tunnel") {
+      this.#client.endWrites();
+      if (this.#clientEnded) this.#closeTunnel();
+      return;
+    }
+    this.#upstreamOver();
+  }
+
+  #onUpstreamClose(failed: boolean): void {
+    if (this.#phase === "done" || this.#phase === "starting") return;
+    if (this.#phase === "tunnel") {
+      // A FIN that answers ours is reported as a close alone.
+      if (this.#upstreamEnded || (this.#clientEnded && !failed)) this.#closeTunnel();
+      else this.#cut();
+      return;
+    }
+    this.#upstreamOver();
+  }
+
+  #upstreamOver(): void {
+    if (this.#responseBody === undefined) this.#fail(faults.badGateway);
+    // A clean end is the end of a body without a length; a reset never is.
+    else if (this.#responseBody.endsWithConnection && this.#upstreamEnded) this.#finish();
+    else this.#cut();
+  }
+
+  onClientEnd(): void {
+    this.#clientEnded = true;
+    if (this.#phase === "tunnel") {
+      this.#upstreamOutlet!.flushed(() => this.#upstream!.shutdown());
+      if (this.#upstreamEnded) this.#closeTunnel();
+      return;
+    }
+    // Outside a tunnel a client that stops sending has gone.
+    this.#client.destroy();
+  }
+
+  onClientGone(): void {
+    this.#release(true);
+  }
+
+  #onSandboxGone(): void {
+    if (this.#phase === "done") return;
+    if (this.#responseBody === undefined && this.#phase !== "tunnel") this.#fail(faults.gone);
+    else this.#cut();
+  }
+
+  /** Answers with an error of the proxy's own; only before a response has begun. */
+  #fail(fault: ProxyFault): void {
+    if (this.#phase === "done") return;
+    // With part of the request body unread the connection cannot be used again.
+    const keepAlive = this.#requestBody.done && wantsKeepAlive(this.#head) && !this.#shared.stopping;
+    this.#release(true);
+    const bytes = formatFault(fault, this.#which.style, this.#which.sandboxId, {
+      close: !keepAlive,
+      head: this.#head.method === "HEAD",
+    });
+    if (keepAlive) {
+      this.#client.outlet.write(bytes);
+      this.#client.exchangeDone(true);
+    } else this.#client.finish(bytes);
+  }
+
+  /** A response that cannot be completed must not look complete. */
+  #cut(): void {
+    if (this.#phase === "done") return;
+    this.#release(true);
+    this.#client.destroy();
+  }
+
+  #finish(): void {
+    this.#release(true);
+    this.#client.exchangeDone(this.#keepAlive);
+  }
+
+  #closeTunnel(): void {
+    this.#release(false);
+    this.#client.exchangeDone(false);
+  }
+
+  #release(abort: boolean): void {
+    if (this.#phase === "done") return;
+    this.#phase = "done";
+    this.#detachGone();
+    const upstream = this.#upstream;
+    const outlet = this.#upstreamOutlet;
+    if (upstream === undefined || outlet === undefined) return;
+    if (abort) {
+      outlet.close();
+      upstream.terminate();
+    } else outlet.flushed(() => upstream.end());
+  }
+}
+
+function upgradeProtocol(head: RequestHead): string | undefined {
+  if (head.minor !== 1 || !headerTokens(head.headers, "connection").includes("upgrade")) return undefined;
+  const protocol = headerValue(head.headers, "upgrade");
+  if (protocol === undefined || protocol === "") return undefined;
+  if (
+    protocol.toLowerCase() === "websocket" &&
+    headerValue(head.headers, "sec-websocket-key") === undefined
+  ) {
+    throw new HttpParseError(400, "malformed WebSocket upgrade: Sec-WebSocket-Key is missing");
+  }
+  return protocol;
+}
+
+function listen(options: FrontOptions, shared: Shared): TCPSocketListener<ClientData> {
+  try {
+    return Bun.listen<ClientData>({
+      hostname: options.hostname,
+      port: options.port,
+      allowHalfOpen: true,
+      data: {},
+      socket: {
+        open(socket) {
+          if (shared.connections.size >= shared.limits.maxConnections) {
+            socket.end(formatPlainError(503, "too many connections", { close: true, head: false }));
+            return;
+          }
+          socket.setNoDelay(true);
+          const connection = new Connection(shared, socket);
+          socket.data = { connection };
+          shared.connections.add(connection);
+        },
+        data: (socket, chunk) => socket.data.connection?.onData(chunk),
+        drain: (socket) => socket.data.connection?.onDrain(),
+        end: (socket) => socket.data.connection?.onEnd(),
+        close: (socket) => socket.data.connection?.onClose(),
+        error: (socket) => socket.data.connection?.destroy(),
+      },
+    });
+  } catch (cause) {
+    const code = (cause as { code?: string }).code;
+    throw new AenvError({
+      code: code === "EADDRINUSE" ? "port_in_use" : "listen_failed",
+      message:
+        code === "EADDRINUSE"
+          ? `${options.hostname}:${options.port} is in use by another process`
+          : `cannot listen on ${options.hostname}:${options.port}`,
+      remediation:
+        code === "EADDRINUSE"
+          ? `stop the process that listens there (ss -ltnp 'sport = :${options.port}' names it) or set API_ADDR to a free address, e.g. API_ADDR=127.0.0.1:8001`
+          : "set API_ADDR to an address of this machine",
+      cause,
+    });
+  }
+}
+
+/** Opens the listener; requests are answered from now on. Errors: `port_in_use`, `listen_failed`. */
+export function startFront(options: FrontOptions): Front {
+  const shared: Shared = {
+    options,
+    limits: { ...DEFAULT_LIMITS, ...options.limits },
+    connections: new Set(),
+    stopping: false,
+  };
+  const listener = listen(options, shared);
+  const sweeper = setInterval(() => {
+    const now = performance.now();
+    for (const connection of shared.connections) connection.sweep(now);
+  }, 250);
+
+  return {
+    hostname: listener.hostname,
+    port: listener.port,
+    get connections() {
+      return shared.connections.size;
+    },
+    async stop(graceMs) {
+      shared.stopping = true;
+      listener.stop(false);
+      const deadline = performance.now() + graceMs;
+      for (;;) {
+        for (const connection of [...shared.connections]) if (connection.idle) connection.destroy();
+        if (shared.connections.size === 0 || performance.now() >= deadline) break;
+        await Bun.sleep(20);
+      }
+      for (const connection of [...shared.connections]) connection.destroy();
+      clearInterval(sweeper);
+      listener.stop(true);
+    },
+  };
+}

@@ -1,0 +1,1 @@
+export { type Front, type FrontLimits, type FrontOptions, startFront } from "./front.ts";
