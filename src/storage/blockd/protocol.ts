@@ -30,26 +30,37 @@ export interface DeviceInfo {
   readonly exportName?: string;
   /** ublk: block device path. */
   readonly devicePath?: string;
+  /** What is under the device now: a restack changes it. */
   readonly image: ImageConfig;
+  /**
+   * Why the device cannot be used: it could not be opened again after the daemon was restarted, or a
+   * restack failed half-way. Creating it again with the same spec tries once more; release forgets it.
+   */
+  readonly failure?: string;
 }
 
 export type BlockdRequest =
   | { readonly op: "hello"; readonly version: number }
   | { readonly op: "create"; readonly device: DeviceSpec }
   | { readonly op: "get"; readonly deviceId: string }
-  | { readonly op: "list" }
+  /** One page of devices in order of their ids, beginning after the id given. */
+  | { readonly op: "list"; readonly after?: string }
   /** Closes the export and the files; nothing on disk is removed. Unknown ids are fine. */
   | { readonly op: "release"; readonly deviceId: string }
   /** Everything the guest was told is written is on stable storage. */
   | { readonly op: "flush"; readonly deviceId: string }
-  /** Live snapshot of the device's upper, see LayerStack.restack. */
+  /**
+   * Live snapshot of the device's upper, see LayerStack.restack. Neither path may exist. Repeating the
+   * last successful call answers with its result again.
+   */
   | {
       readonly op: "restack";
       readonly deviceId: string;
       readonly sealedPath: string;
       readonly freshUpper: UpperRef;
     }
-  | { readonly op: "stats" }
+  /** One page of statistics, ordered and continued like `list`. */
+  | { readonly op: "stats"; readonly after?: string }
   /** Flushes and releases every device, removes the socket and exits. */
   | { readonly op: "shutdown" };
 
@@ -76,7 +87,30 @@ export type BlockdError = {
   readonly kind: "invalid_request" | "error" | "terminal";
   readonly code: string;
   readonly message: string;
+  /** HTTP status the error was born with. */
+  readonly status?: number;
+  readonly remediation?: string;
 };
+
+/** What a request is sent as. */
+export type BlockdRequestMessage = { readonly id: number } & BlockdRequest;
+
+/** `id` is null where the request's own could not be read; the connection ends then. */
+export type BlockdResponseMessage =
+  | { readonly id: number; readonly ok: true; readonly result: unknown }
+  | { readonly id: number | null; readonly ok: false; readonly error: BlockdError };
+
+export interface BlockdResults {
+  readonly hello: { readonly version: number; readonly pid: number };
+  readonly create: DeviceInfo;
+  readonly get: DeviceInfo | null;
+  readonly list: { readonly devices: readonly DeviceInfo[]; readonly more: boolean };
+  readonly release: null;
+  readonly flush: null;
+  readonly restack: LayerRef;
+  readonly stats: BlockdStats & { readonly more: boolean };
+  readonly shutdown: null;
+}
 
 /** The daemon as the rest of the server sees it. Every call has a deadline (default 30 s). */
 export interface BlockClient extends AsyncDisposable {

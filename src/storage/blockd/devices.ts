@@ -1,0 +1,380 @@
+import { existsSync } from "node:fs";
+import { join, resolve } from "node:path";
+import { AenvError, assert } from "../../lib/errors.ts";
+import type { Logger } from "../../lib/log.ts";
+import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
+import { toBlockdError } from "./errors.ts";
+import type { BlockdStats, DeviceInfo, DeviceSpec } from "./protocol.ts";
+import type { DeviceRecord } from "./schema.ts";
+import { type DeviceTable, fileStem } from "./table.ts";
+import type { WorkerHandle } from "./worker-pool.ts";
+
+interface Entry {
+  record: DeviceRecord;
+  /** The owner; absent when the device is not open. */
+  worker: WorkerHandle | undefined;
+  failure: string | undefined;
+}
+
+interface Restack {
+  readonly sealedPath: string;
+  readonly freshUpper: UpperRef;
+}
+
+function invalid(code: string, message: string, status = 400, remediation?: string): AenvError {
+  return new AenvError({ code, status, message, remediation });
+}
+
+/** Same value whatever the order of keys. */
+function sameValue(a: unknown, b: unknown): boolean {
+  return Bun.deepEquals(a, b);
+}
+
+function upperPaths(image: ImageConfig): string[] {
+  const { upper } = image;
+  if (upper === undefined) return [];
+  return [upper.data, ...(upper.index === undefined ? [] : [upper.index])].map((path) => resolve(path));
+}
+
+/** The image after a restack that succeeded. */
+function restackedImage(image: ImageConfig, layer: LayerRef, freshUpper: UpperRef): ImageConfig {
+  return { ...image, lowers: [...image.lowers, layer], upper: freshUpper };
+}
+
+/**
+ * Every device of the daemon: which worker owns it, what is on disk about it, and the order of what is
+ * done to it. Calls for one device run one after the other, those for different devices side by side.
+ */
+export class Devices {
+  readonly #entries = new Map<string, Entry>();
+  /** Files of writable layers in use, with the device that uses them: two writers would destroy one. */
+  readonly #uppers = new Map<string, string>();
+  readonly #turns = new Map<string, Promise<unknown>>();
+  readonly #table: DeviceTable;
+  readonly #workers: readonly WorkerHandle[];
+  readonly #exportDir: string;
+  readonly #log: Logger;
+
+  constructor(table: DeviceTable, workers: readonly WorkerHandle[], exportDir: string, log: Logger) {
+    assert(workers.length > 0, "the block daemon has no workers");
+    this.#table = table;
+    this.#workers = workers;
+    this.#exportDir = exportDir;
+    this.#log = log;
+  }
+
+  /** Opens everything in the table again. A device that cannot be opened stays listed with the reason. */
+  async restore(): Promise<void> {
+    const records = this.#table.load(this.#log);
+    for (const record of records) {
+      this.#entries.set(record.spec.deviceId, { record, worker: undefined, failure: "not opened yet" });
+      if (!record.spec.readOnly) this.#claim(record.spec.deviceId, upperPaths(record.image));
+    }
+    await Promise.all(
+      records.map(({ spec }) => this.#inTurn(spec.deviceId, () => this.#restoreOne(spec.deviceId))),
+    );
+  }
+
+  async #restoreOne(deviceId: string): Promise<void> {
+    const entry = this.#entries.get(deviceId);
+    if (entry === undefined) return;
+    try {
+      await this.#reopen(entry);
+      this.#log.info({ deviceId }, "device exported again");
+    } catch (error) {
+      this.#log.error({ deviceId, err: error }, "device could not be opened again");
+    }
+  }
+
+  async create(spec: DeviceSpec): Promise<DeviceInfo> {
+    const { deviceId } = spec;
+    if (spec.exportKind === "ublk") {
+      throw invalid("export_unsupported", "this daemon exports over nbd only", 400, 'use exportKind "nbd"');
+    }
+    if (!spec.readOnly && spec.image.upper === undefined) {
+      throw invalid("device_without_upper", `device ${deviceId} is writable but its image has no upper`);
+    }
+    if (spec.image.lowers.length === 0 && spec.image.virtualSizeBytes === undefined) {
+      throw invalid("device_without_size", `device ${deviceId} has no lower layer and no virtualSizeBytes`);
+    }
+    return this.#inTurn(deviceId, async () => {
+      const known = this.#entries.get(deviceId);
+      if (known !== undefined) {
+        const { record } = known;
+        const asNow = { ...record.spec, image: record.image };
+        if (!sameValue(spec, record.spec) && !sameValue(spec, asNow)) {
+          throw invalid("device_exists", `device ${deviceId} exists with another spec`, 409);
+        }
+        if (known.failure !== undefined) await this.#reopen(known);
+        return this.#info(known);
+      }
+      const uppers = spec.readOnly ? [] : upperPaths(spec.image);
+      this.#claim(deviceId, uppers);
+      const entry: Entry = {
+        record: { version: 1, spec, image: spec.image, virtualSizeBytes: 0 },
+        worker: undefined,
+        failure: undefined,
+      };
+      try {
+        await this.#open(entry, false);
+        await this.#table.save(entry.record);
+      } catch (error) {
+        await this.#abandon(entry);
+        for (const path of uppers) this.#uppers.delete(path);
+        throw error;
+      }
+      this.#entries.set(deviceId, entry);
+      return this.#info(entry);
+    });
+  }
+
+  get(deviceId: string): Promise<DeviceInfo | null> {
+    return this.#inTurn(deviceId, async () => {
+      const entry = this.#entries.get(deviceId);
+      return entry === undefined ? null : this.#info(entry);
+    });
+  }
+
+  /** In order of ids, those after `after`. */
+  list(after = ""): DeviceInfo[] {
+    const ids = [...this.#entries.keys()].filter((id) => id > after).sort();
+    return ids.map((id) => this.#info(this.#entries.get(id)!));
+  }
+
+  release(deviceId: string): Promise<void> {
+    return this.#inTurn(deviceId, () => this.#release(deviceId, false));
+  }
+
+  async #release(deviceId: string, flush: boolean): Promise<void> {
+    const entry = this.#entries.get(deviceId);
+    if (entry === undefined) return;
+    try {
+      await this.#close(entry, flush);
+    } finally {
+      await this.#table.remove(deviceId);
+      this.#entries.delete(deviceId);
+      for (const [path, owner] of this.#uppers) if (owner === deviceId) this.#uppers.delete(path);
+    }
+  }
+
+  flush(deviceId: string): Promise<void> {
+    return this.#inTurn(deviceId, async () => {
+      const { worker } = this.#usable(deviceId);
+      await worker.call<"flush">({ op: "flush", deviceId });
+    });
+  }
+
+  restack(deviceId: string, restack: Restack): Promise<LayerRef> {
+    return this.#inTurn(deviceId, async () => {
+      const { entry, worker } = this.#usable(deviceId);
+      const { restacked, spec } = entry.record;
+      if (restacked !== undefined) {
+        const { layer, ...done } = restacked;
+        if (sameValue(done, restack)) return layer;
+      }
+      if (spec.readOnly) throw invalid("device_read_only", `device ${deviceId} is read-only`);
+      const fresh = upperPaths({ lowers: [], upper: restack.freshUpper });
+      // After a crash the existence of the sealed file tells that the restack happened: it must not be
+      // there before.
+      for (const path of [restack.sealedPath, ...fresh]) {
+        if (existsSync(path)) throw invalid("restack_target_exists", `${path} exists already`, 409);
+      }
+      const old = upperPaths(entry.record.image);
+      this.#claim(deviceId, fresh);
+      try {
+        await this.#save(entry, { ...entry.record, restacking: restack });
+        const layer = await worker.call<"restack">({ op: "restack", deviceId, ...restack });
+        const { restacking: _, ...rest } = entry.record;
+        const image = restackedImage(rest.image, layer, restack.freshUpper);
+        entry.record = { ...rest, image, restacked: { ...restack, layer } };
+        for (const path of old) this.#uppers.delete(path);
+        await this.#table.save(entry.record);
+        return layer;
+      } catch (error) {
+        if (entry.record.restacked?.sealedPath === restack.sealedPath) throw error;
+        if (toBlockdError(error).kind === "terminal") {
+          entry.failure = toBlockdError(error).message;
+          throw error;
+        }
+        for (const path of fresh) this.#uppers.delete(path);
+        await this.#forgetRestack(entry);
+        throw error;
+      }
+    });
+  }
+
+  /** The stack is as before; a record that cannot be written now is replaced by the next change. */
+  async #forgetRestack(entry: Entry): Promise<void> {
+    const { restacking: _, ...rest } = entry.record;
+    entry.record = rest;
+    try {
+      await this.#table.save(rest);
+    } catch (error) {
+      this.#log.error({ deviceId: rest.spec.deviceId, err: error }, "device record could not be written");
+    }
+  }
+
+  async stats(): Promise<BlockdStats["devices"][number][]> {
+    const perWorker = await Promise.all(this.#workers.map((worker) => worker.call<"stats">({ op: "stats" })));
+    return perWorker.flat().sort((a, b) => (a.deviceId < b.deviceId ? -1 : 1));
+  }
+
+  /**
+   * Flushes and closes every device; with `forget` they leave the table as well, else the next daemon
+   * exports them again. Returns what failed, by device.
+   */
+  async closeAll(forget: boolean): Promise<Map<string, unknown>> {
+    const failures = new Map<string, unknown>();
+    const closeOne = async (deviceId: string) => {
+      try {
+        if (forget) await this.#release(deviceId, true);
+        else {
+          const entry = this.#entries.get(deviceId);
+          if (entry !== undefined) await this.#close(entry, true);
+        }
+      } catch (error) {
+        failures.set(deviceId, error);
+      }
+    };
+    await Promise.all([...this.#entries.keys()].map((id) => this.#inTurn(id, () => closeOne(id))));
+    return failures;
+  }
+
+  // ---- one device -------------------------------------------------------------------------------
+
+  #info({ record, failure }: Entry): DeviceInfo {
+    const { deviceId, readOnly, exportKind } = record.spec;
+    return {
+      deviceId,
+      virtualSizeBytes: record.virtualSizeBytes,
+      readOnly,
+      exportKind,
+      socketPath: this.#socketPath(deviceId),
+      exportName: deviceId,
+      image: record.image,
+      ...(failure === undefined ? {} : { failure }),
+    };
+  }
+
+  /** The same for the same device in every daemon: its clients come back to it after a restart. */
+  #socketPath(deviceId: string): string {
+    return join(this.#exportDir, `${fileStem(deviceId)}.sock`);
+  }
+
+  #usable(deviceId: string): { entry: Entry; worker: WorkerHandle } {
+    const entry = this.#entries.get(deviceId);
+    if (entry === undefined) throw invalid("device_not_found", `there is no device ${deviceId}`, 404);
+    if (entry.failure !== undefined || entry.worker === undefined) {
+      throw invalid(
+        "device_unavailable",
+        `device ${deviceId} cannot be used: ${entry.failure ?? "not open"}`,
+        409,
+        "create it again with the same spec, or release it",
+      );
+    }
+    return { entry, worker: entry.worker };
+  }
+
+  async #save(entry: Entry, record: DeviceRecord): Promise<void> {
+    await this.#table.save(record);
+    entry.record = record;
+  }
+
+  async #open(entry: Entry, upperMustExist: boolean): Promise<void> {
+    const { spec, image } = entry.record;
+    const worker = this.#workers.reduce((least, other) => (other.load < least.load ? other : least));
+    worker.load++;
+    try {
+      const { virtualSizeBytes } = await worker.call<"open">({
+        op: "open",
+        deviceId: spec.deviceId,
+        image,
+        readOnly: spec.readOnly,
+        socketPath: this.#socketPath(spec.deviceId),
+        upperMustExist,
+      });
+      entry.record = { ...entry.record, virtualSizeBytes };
+      entry.worker = worker;
+      entry.failure = undefined;
+    } catch (error) {
+      worker.load--;
+      throw error;
+    }
+  }
+
+  async #close(entry: Entry, flush: boolean): Promise<void> {
+    const { worker } = entry;
+    if (worker === undefined) return;
+    entry.worker = undefined;
+    worker.load--;
+    await worker.call<"close">({ op: "close", deviceId: entry.record.spec.deviceId, flush });
+  }
+
+  /** Undoes an open whose creation failed afterwards; the first error is the one to report. */
+  async #abandon(entry: Entry): Promise<void> {
+    const { deviceId } = entry.record.spec;
+    try {
+      await this.#close(entry, false);
+      await this.#table.remove(deviceId);
+    } catch (error) {
+      this.#log.error({ deviceId, err: error }, "device could not be closed after its creation failed");
+    }
+  }
+
+  /** Opens a device of the table, finishing or undoing a restack that was cut off. */
+  async #reopen(entry: Entry): Promise<void> {
+    try {
+      await this.#close(entry, false);
+      const { restacking, ...rest } = entry.record;
+      if (restacking === undefined) {
+        await this.#open(entry, true);
+        return;
+      }
+      const happened = existsSync(restacking.sealedPath);
+      const layer: LayerRef = { file: restacking.sealedPath };
+      const next: DeviceRecord = happened
+        ? {
+            ...rest,
+            image: restackedImage(rest.image, layer, restacking.freshUpper),
+            restacked: { ...restacking, layer },
+          }
+        : rest;
+      entry.record = next;
+      if (!rest.spec.readOnly) {
+        for (const path of upperPaths(rest.image)) this.#uppers.delete(path);
+        this.#claim(rest.spec.deviceId, upperPaths(next.image));
+      }
+      try {
+        await this.#open(entry, !happened);
+      } catch (error) {
+        entry.record = { ...rest, restacking };
+        throw error;
+      }
+      await this.#table.save(entry.record);
+    } catch (error) {
+      entry.failure = toBlockdError(error).message;
+      throw error;
+    }
+  }
+
+  #claim(deviceId: string, paths: readonly string[]): void {
+    for (const path of paths) {
+      const owner = this.#uppers.get(path);
+      if (owner !== undefined && owner !== deviceId) {
+        throw invalid("upper_in_use", `${path} is the writable layer of device ${owner}`, 409);
+      }
+    }
+    for (const path of paths) this.#uppers.set(path, deviceId);
+  }
+
+  async #inTurn<T>(deviceId: string, action: () => Promise<T>): Promise<T> {
+    const before = this.#turns.get(deviceId) ?? Promise.resolve();
+    const turn = before.then(action, action);
+    this.#turns.set(deviceId, turn);
+    try {
+      return await turn;
+    } finally {
+      if (this.#turns.get(deviceId) === turn) this.#turns.delete(deviceId);
+    }
+  }
+}

@@ -1,0 +1,18 @@
+export { type BlockClientOptions, connectBlockd } from "./client.ts";
+export * from "./protocol.ts";
+export { type SupervisedBlockd, superviseBlockd } from "./supervisor.ts";
+
+/** The program `agentenv blockd --socket PATH --runtime-dir DIR [--workers N]`; does not return normally. */
+export async function blockdMain(argv: string[]): Promise<number> {
+  const { runDaemon } = await import("./daemon.ts");
+  return runDaemon(argv);
+}
+
+/** Body of the daemon's worker threads. */
+export async function workerMain(): Promise<void> {
+  const [{ runWorker }, { openStack }] = await Promise.all([
+    import("./worker.ts"),
+    import("../overlaybd/index.ts"),
+  ]);
+  await runWorker(openStack);
+}

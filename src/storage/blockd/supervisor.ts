@@ -1,0 +1,190 @@
+import { closeSync, fstatSync, mkdirSync, openSync, readSync } from "node:fs";
+import { dirname } from "node:path";
+import { AenvError } from "../../lib/errors.ts";
+import type { Logger } from "../../lib/log.ts";
+import { BlockdConnection, connectBlockd, unavailable } from "./client.ts";
+import type { BlockClient, BlockdSupervisorOptions } from "./protocol.ts";
+
+const START_TIMEOUT_MS = 10_000;
+const HELLO_TIMEOUT_MS = 5_000;
+const POLL_MS = 20;
+const FIRST_BACKOFF_MS = 100;
+const LONGEST_BACKOFF_MS = 10_000;
+/** A daemon that lived this long was healthy: the next restart is immediate again. */
+const HEALTHY_MS = 30_000;
+const LOG_TAIL_BYTES = 2000;
+
+export interface SupervisedBlockd extends AsyncDisposable {
+  readonly client: BlockClient;
+}
+
+/** What the daemon needs of our environment, and nothing that would change how the runtime behaves. */
+function daemonEnvironment(): Record<string, string> {
+  const kept = ["PATH", "HOME", "LANG", "TZ", "TMPDIR"];
+  return Object.fromEntries(
+    Object.entries(process.env).filter(
+      (entry): entry is [string, string] =>
+        entry[1] !== undefined && (kept.includes(entry[0]) || entry[0].startsWith("AENV_")),
+    ),
+  );
+}
+
+function logTail(logPath: string, fromBytes: number): string {
+  const fd = openSync(logPath, "r");
+  try {
+    const { size } = fstatSync(fd);
+    const start = Math.max(fromBytes, size - LOG_TAIL_BYTES);
+    const tail = Buffer.alloc(Math.max(0, size - start));
+    readSync(fd, tail, 0, tail.length, start);
+    return tail.toString("utf8").trim();
+  } finally {
+    closeSync(fd);
+  }
+}
+
+/** Starts a daemon that outlives us and waits until it answers. */
+async function startDaemon(options: BlockdSupervisorOptions): Promise<BlockdConnection> {
+  const { argv, socketPath, runtimeDir, logPath } = options;
+  mkdirSync(dirname(logPath), { recursive: true });
+  const logFd = openSync(logPath, "a", 0o600);
+  const logStart = fstatSync(logFd).size;
+  let child: Bun.Subprocess<"ignore", number, number>;
+  try {
+    // detached is setsid: our terminal's and our group's signals do not reach it.
+    child = Bun.spawn([...argv, "--socket", socketPath, "--runtime-dir", runtimeDir], {
+      cwd: "/",
+      env: daemonEnvironment(),
+      stdio: ["ignore", logFd, logFd],
+      detached: true,
+    });
+  } catch (cause) {
+    throw unavailable(socketPath, `could not be started with ${argv.join(" ")}`, cause);
+  } finally {
+    closeSync(logFd);
+  }
+  child.unref();
+  const giveUpAt = performance.now() + START_TIMEOUT_MS;
+  for (;;) {
+    // Asked before the attempt: of two daemons started at once one ends, and the other answers.
+    const ended = child.exitCode ?? child.signalCode;
+    try {
+      return await BlockdConnection.open(socketPath, HELLO_TIMEOUT_MS);
+    } catch (error) {
+      if (!(error instanceof AenvError && error.code === "blockd_unavailable")) throw error;
+      if (ended !== null) {
+        throw unavailable(socketPath, `ended at once (${ended}): ${logTail(logPath, logStart)}`, error);
+      }
+      if (performance.now() > giveUpAt) {
+        child.kill("SIGKILL");
+        throw unavailable(
+          socketPath,
+          `did not answer within ${START_TIMEOUT_MS / 1000} s: ${logTail(logPath, logStart)}`,
+          error,
+        );
+      }
+    }
+    await Bun.sleep(POLL_MS);
+  }
+}
+
+async function findOrStart(
+  options: BlockdSupervisorOptions,
+): Promise<{ link: BlockdConnection; started: boolean }> {
+  try {
+    return { link: await BlockdConnection.open(options.socketPath, HELLO_TIMEOUT_MS), started: false };
+  } catch (error) {
+    // One that answers with another version, or hangs, serves running guests: it is not ours to replace.
+    if (!(error instanceof AenvError && error.code === "blockd_unavailable")) throw error;
+  }
+  return { link: await startDaemon(options), started: true };
+}
+
+/** The client, with a shutdown that the supervisor knows to be meant. */
+function withShutdown(client: BlockClient, onShutdown: () => void): BlockClient {
+  return {
+    create: (device) => client.create(device),
+    get: (deviceId) => client.get(deviceId),
+    list: () => client.list(),
+    release: (deviceId) => client.release(deviceId),
+    flush: (deviceId) => client.flush(deviceId),
+    restack: (deviceId, sealedPath, freshUpper) => client.restack(deviceId, sealedPath, freshUpper),
+    stats: () => client.stats(),
+    shutdown: () => {
+      onShutdown();
+      return client.shutdown();
+    },
+    [Symbol.asyncDispose]: () => client[Symbol.asyncDispose](),
+  };
+}
+
+/**
+ * Finds the daemon on the socket or starts it, and keeps it running: one that dies is started again and
+ * exports its devices at the same sockets. Calls of the client made meanwhile wait for it (up to 10 s).
+ * Disposing stops watching and leaves the daemon alone; `client.shutdown()` ends it for good.
+ * Errors: `blockd_unavailable` (503) with the log's last lines, `blockd_version_mismatch`.
+ */
+export async function superviseBlockd(
+  options: BlockdSupervisorOptions,
+  log: Logger,
+): Promise<SupervisedBlockd> {
+  const { socketPath } = options;
+  const first = await findOrStart(options);
+  log.info(
+    { socketPath, started: first.started },
+    first.started ? "block daemon started" : "block daemon found",
+  );
+  let client: BlockClient;
+  try {
+    client = await connectBlockd(socketPath, { connectPatienceMs: START_TIMEOUT_MS });
+  } catch (error) {
+    first.link.close();
+    throw error;
+  }
+
+  let stopped = false;
+  let link = first.link;
+  const wake = Promise.withResolvers<void>();
+
+  const watch = async () => {
+    let failures = 0;
+    while (!stopped) {
+      const since = performance.now();
+      await link.closed;
+      if (stopped) return;
+      if (performance.now() - since > HEALTHY_MS) failures = 0;
+      log.error({ socketPath }, "block daemon is gone, its devices stand still until it is back");
+      while (!stopped) {
+        if (failures > 0) {
+          const waitMs = Math.min(LONGEST_BACKOFF_MS, FIRST_BACKOFF_MS * 2 ** (failures - 1));
+          await Promise.race([Bun.sleep(waitMs), wake.promise]);
+          if (stopped) return;
+        }
+        failures++;
+        try {
+          const next = await findOrStart(options);
+          link = next.link;
+          if (stopped) link.close();
+          log.warn({ socketPath }, "block daemon is back");
+          break;
+        } catch (error) {
+          log.error({ err: error, failures }, "block daemon could not be started");
+        }
+      }
+    }
+  };
+  const watching = watch();
+
+  const stop = () => {
+    stopped = true;
+    wake.resolve();
+  };
+  return {
+    client: withShutdown(client, stop),
+    async [Symbol.asyncDispose]() {
+      stop();
+      link.close();
+      await watching;
+      await client[Symbol.asyncDispose]();
+    },
+  };
+}

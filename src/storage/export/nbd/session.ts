@@ -1,0 +1,559 @@
+import {
+  CLIENT_FLAGS_BYTES,
+  Command,
+  CommandFlag,
+  DATA_CHUNK_HEADER_BYTES,
+  decodeClientFlags,
+  decodeInfoRequest,
+  decodeOptionHeader,
+  decodeRequest,
+  type ExportDescription,
+  encodeDataChunkHeader,
+  encodeErrorChunk,
+  encodeExportNameReply,
+  encodeGreeting,
+  encodeInfoReplies,
+  encodeListEntry,
+  encodeOptionError,
+  encodeOptionReply,
+  encodeSimpleReply,
+  MAX_PAYLOAD_BYTES,
+  NbdErrno,
+  NbdProtocolError,
+  type NbdRequest,
+  newRequest,
+  OPTION_HEADER_BYTES,
+  Option,
+  type OptionHeader,
+  OptionReply,
+  REQUEST_BYTES,
+  SIMPLE_REPLY_BYTES,
+  TransmissionFlag,
+} from "./codec.ts";
+import { nbdErrnoOf } from "./errors.ts";
+import type { BufferPool } from "./pool.ts";
+import type { NbdEvent, NbdTarget } from "./types.ts";
+
+/** How a session reaches its peer. Nothing is queued behind it. */
+export interface SessionTransport {
+  /** Sends what fits now; returns how many bytes that were. Short or 0: wait for `onDrain`. */
+  write(bytes: Uint8Array, offset: number, length: number): number;
+  pause(): void;
+  resume(): void;
+  close(): void;
+  /** Runs `step` in a later turn of the event loop. */
+  defer(step: () => void): void;
+}
+
+export interface SessionOptions {
+  readonly target: NbdTarget;
+  readonly transport: SessionTransport;
+  readonly pool: BufferPool;
+  readonly onEvent: (event: NbdEvent) => void;
+}
+
+/** Replies are gathered up to this size and sent at once. */
+const OUTPUT_BYTES = 128 << 10;
+/** Structured replies to large reads go out in pieces, so that a slow reader holds one piece and not 32 MiB. */
+const READ_PIECE_BYTES = 1 << 20;
+/** Then other connections of the worker get their turn. */
+const OPERATIONS_PER_TURN = 128;
+/** Input that arrived while the session was paused. The socket's own receive buffer is the limit in practice. */
+const MAX_BACKLOG_BYTES = 4 << 20;
+/** Largest reply that is not a read's data: always kept free before a request is looked at. */
+const SMALL_REPLY_BYTES = 64;
+const EMPTY = new Uint8Array(0);
+
+type Phase = "flags" | "option" | "optionData" | "request" | "payload" | "skip" | "closed";
+
+/**
+ * One NBD connection as a state machine without I/O: bytes in at {@link onData} in chunks of any size,
+ * bytes out through the transport. While the peer does not take replies no request is executed and no
+ * input is read, so a session holds at most one reply, one request's payload and one chunk of input.
+ * Requests are executed and answered in the order they came.
+ */
+export class NbdSession {
+  readonly #target: NbdTarget;
+  readonly #transport: SessionTransport;
+  readonly #pool: BufferPool;
+  readonly #onEvent: (event: NbdEvent) => void;
+
+  #phase: Phase = "flags";
+  #noZeroes = false;
+  #structured = false;
+  #option: OptionHeader = { option: 0, lengthBytes: 0 };
+  readonly #request: NbdRequest = newRequest();
+
+  /** Headers and option data that did not arrive in one piece. */
+  #partial: Uint8Array = new Uint8Array(REQUEST_BYTES);
+  #partialFill = 0;
+  #payload: Uint8Array | undefined;
+  #payloadFill = 0;
+  #skipBytes = 0;
+  #skipError: NbdErrno = NbdErrno.none;
+  /** Bytes of the current read that were put into the output; undefined when no read is under way. */
+  #readDone: number | undefined;
+
+  #output: Uint8Array | undefined;
+  #outputStart = 0;
+  #outputEnd = 0;
+  #blocked = false;
+  #paused = false;
+  #deferred = false;
+  #backlog: Uint8Array = EMPTY;
+
+  constructor(options: SessionOptions) {
+    this.#target = options.target;
+    this.#transport = options.transport;
+    this.#pool = options.pool;
+    this.#onEvent = options.onEvent;
+  }
+
+  /** False until the client picked the export. */
+  get negotiated(): boolean {
+    return this.#phase === "request" || this.#phase === "payload" || this.#phase === "skip";
+  }
+
+  start(): void {
+    this.#append(encodeGreeting());
+    this.#send();
+  }
+
+  /** `chunk` is only read during the call. */
+  onData(chunk: Uint8Array): void {
+    if (this.#phase === "closed") return;
+    if (this.#paused) {
+      if (this.#backlog.length + chunk.length > MAX_BACKLOG_BYTES) {
+        this.#fail(new NbdProtocolError("client sent more than its answers let through"));
+        return;
+      }
+      const joined = new Uint8Array(this.#backlog.length + chunk.length);
+      joined.set(this.#backlog);
+      joined.set(chunk, this.#backlog.length);
+      this.#backlog = joined;
+      return;
+    }
+    this.#advance(chunk, false);
+  }
+
+  /** The transport takes bytes again. */
+  onDrain(): void {
+    if (this.#phase === "closed" || !this.#blocked) return;
+    this.#send();
+    if (!this.#blocked) this.#advance(this.#backlog, true);
+  }
+
+  /** The connection is gone: buffers go back to the pool. */
+  onClosed(): void {
+    this.#phase = "closed";
+    this.#backlog = EMPTY;
+    if (this.#output !== undefined) this.#pool.give(this.#output);
+    if (this.#payload !== undefined) this.#pool.give(this.#payload);
+    this.#output = undefined;
+    this.#payload = undefined;
+  }
+
+  #advance(input: Uint8Array, owned: boolean): void {
+    let used: number;
+    try {
+      used = this.#consume(input);
+      if (this.#isClosed()) return;
+      this.#send();
+    } catch (error) {
+      this.#fail(error);
+      return;
+    }
+    const idle = used === input.length && !this.#blocked && this.#readDone === undefined;
+    if (idle) {
+      this.#backlog = EMPTY;
+      if (this.#paused) {
+        this.#paused = false;
+        this.#transport.resume();
+      }
+      return;
+    }
+    this.#backlog = owned ? input.subarray(used) : input.slice(used);
+    if (!this.#paused) {
+      this.#paused = true;
+      this.#transport.pause();
+    }
+    if (!this.#blocked && !this.#deferred) {
+      this.#deferred = true;
+      this.#transport.defer(() => {
+        this.#deferred = false;
+        if (!this.#isClosed() && !this.#blocked) this.#advance(this.#backlog, true);
+      });
+    }
+  }
+
+  #isClosed(): boolean {
+    return this.#phase === "closed";
+  }
+
+  /** Works through `input` until it is used up, the output is full or the turn is over; returns bytes used. */
+  #consume(input: Uint8Array): number {
+    let at = 0;
+    for (let operations = 0; operations < OPERATIONS_PER_TURN; operations++) {
+      if (this.#isClosed()) return input.length;
+      if (!this.#room(SMALL_REPLY_BYTES)) return at;
+      if (this.#readDone !== undefined) {
+        if (!this.#continueRead()) return at;
+        continue;
+      }
+      const before = at;
+      switch (this.#phase) {
+        case "flags": {
+          const header = this.#gather(input, at, CLIENT_FLAGS_BYTES);
+          at = header.next;
+          if (header.bytes === undefined) return at;
+          this.#noZeroes = decodeClientFlags(header.bytes, header.at).noZeroes;
+          this.#phase = "option";
+          break;
+        }
+        case "option": {
+          const header = this.#gather(input, at, OPTION_HEADER_BYTES);
+          at = header.next;
+          if (header.bytes === undefined) return at;
+          this.#option = decodeOptionHeader(header.bytes, header.at);
+          this.#phase = "optionData";
+          break;
+        }
+        case "optionData": {
+          const data = this.#gather(input, at, this.#option.lengthBytes);
+          at = data.next;
+          if (data.bytes === undefined) return at;
+          this.#phase = "option";
+          this.#negotiate(data.bytes.subarray(data.at, data.at + this.#option.lengthBytes));
+          break;
+        }
+        case "request": {
+          const header = this.#gather(input, at, REQUEST_BYTES);
+          at = header.next;
+          if (header.bytes === undefined) return at;
+          decodeRequest(header.bytes, header.at, this.#request);
+          this.#begin();
+          break;
+        }
+        case "payload":
+          at = this.#fillPayload(input, at);
+          if (at === before) return at;
+          break;
+        case "skip": {
+          const skipped = Math.min(this.#skipBytes, input.length - at);
+          this.#skipBytes -= skipped;
+          at += skipped;
+          if (this.#skipBytes > 0) return at;
+          this.#phase = "request";
+          this.#reply(this.#skipError);
+          break;
+        }
+        case "closed":
+          return input.length;
+      }
+    }
+    return at;
+  }
+
+  /** `size` bytes in one piece: straight from the input where they lie there, else put together. */
+  #gather(input: Uint8Array, at: number, size: number): { bytes?: Uint8Array; at: number; next: number } {
+    const available = input.length - at;
+    if (this.#partialFill === 0 && available >= size) return { bytes: input, at, next: at + size };
+    if (this.#partial.length < size) {
+      const larger = new Uint8Array(size);
+      larger.set(this.#partial.subarray(0, this.#partialFill));
+      this.#partial = larger;
+    }
+    const taken = Math.min(size - this.#partialFill, available);
+    this.#partial.set(input.subarray(at, at + taken), this.#partialFill);
+    this.#partialFill += taken;
+    if (this.#partialFill < size) return { at, next: at + taken };
+    this.#partialFill = 0;
+    return { bytes: this.#partial, at: 0, next: at + taken };
+  }
+
+  // ---- negotiation ------------------------------------------------------------------------------
+
+  #description(): ExportDescription {
+    let flags =
+      TransmissionFlag.hasFlags |
+      TransmissionFlag.sendFlush |
+      TransmissionFlag.sendFua |
+      // One thread executes everything: what one connection wrote and flushed, all see and have.
+      TransmissionFlag.canMultiConn;
+    flags |= this.#target.readOnly
+      ? TransmissionFlag.readOnly
+      : TransmissionFlag.sendTrim | TransmissionFlag.sendWriteZeroes;
+    if (this.#structured) flags |= TransmissionFlag.sendDf;
+    return { name: this.#target.exportName, sizeBytes: this.#target.sizeBytes, flags };
+  }
+
+  /** The empty name stands for the only export there is. */
+  #isExport(name: string): boolean {
+    return name === "" || name === this.#target.exportName;
+  }
+
+  #negotiate(data: Uint8Array): void {
+    const { option } = this.#option;
+    switch (option) {
+      case Option.exportName: {
+        const name = new TextDecoder().decode(data);
+        if (!this.#isExport(name))
+          throw new NbdProtocolError(`client asked for unknown export ${JSON.stringify(name)}`);
+        this.#append(encodeExportNameReply(this.#description(), this.#noZeroes));
+        this.#phase = "request";
+        return;
+      }
+      case Option.abort:
+        this.#append(encodeOptionReply(option, OptionReply.ack));
+        this.#send();
+        this.#close();
+        return;
+      case Option.list:
+        if (data.length !== 0) {
+          this.#append(encodeOptionError(option, OptionReply.errInvalid, "LIST takes no data"));
+          return;
+        }
+        this.#append(encodeListEntry(this.#target.exportName));
+        this.#append(encodeOptionReply(option, OptionReply.ack));
+        return;
+      case Option.structuredReply:
+        if (data.length !== 0) {
+          this.#append(encodeOptionError(option, OptionReply.errInvalid, "STRUCTURED_REPLY takes no data"));
+          return;
+        }
+        this.#structured = true;
+        this.#append(encodeOptionReply(option, OptionReply.ack));
+        return;
+      case Option.info:
+      case Option.go: {
+        const request = decodeInfoRequest(data);
+        if (request === undefined) {
+          this.#append(encodeOptionError(option, OptionReply.errInvalid, "malformed data"));
+          return;
+        }
+        if (!this.#isExport(request.name)) {
+          this.#append(encodeOptionError(option, OptionReply.errUnknown, "no such export here"));
+          return;
+        }
+        for (const reply of encodeInfoReplies(option, this.#description(), request.wants))
+          this.#append(reply);
+        this.#append(encodeOptionReply(option, OptionReply.ack));
+        if (option === Option.go) this.#phase = "request";
+        return;
+      }
+      default:
+        this.#append(encodeOptionError(option, OptionReply.errUnsupported, "not supported"));
+    }
+  }
+
+  // ---- requests ---------------------------------------------------------------------------------
+
+  /** A request's header is in `#request`. */
+  #begin(): void {
+    const request = this.#request;
+    const error = this.#check(request);
+    if (request.command === Command.write) {
+      if (request.lengthBytes > MAX_PAYLOAD_BYTES) {
+        throw new NbdProtocolError(`write of ${request.lengthBytes} bytes is over ${MAX_PAYLOAD_BYTES}`);
+      }
+      if (error !== NbdErrno.none) {
+        this.#skipBytes = request.lengthBytes;
+        this.#skipError = error;
+        this.#phase = "skip";
+      } else if (request.lengthBytes === 0) {
+        this.#reply(NbdErrno.none);
+      } else {
+        this.#payloadFill = 0;
+        this.#phase = "payload";
+      }
+      return;
+    }
+    if (error !== NbdErrno.none) {
+      this.#reply(error);
+      return;
+    }
+    switch (request.command) {
+      case Command.read:
+        this.#readDone = 0;
+        return;
+      case Command.disconnect:
+        this.#send();
+        this.#close();
+        return;
+      case Command.flush:
+        this.#reply(this.#attempt("flush", () => this.#target.flush()));
+        return;
+      case Command.trim:
+        this.#reply(this.#mutate("trim", () => this.#target.trim(request.offsetBytes, request.lengthBytes)));
+        return;
+      case Command.writeZeroes:
+        // NO_HOLE needs nothing: space of an append-only layer is never promised in place.
+        this.#reply(
+          this.#mutate("write zeroes", () =>
+            this.#target.writeZeroes(request.offsetBytes, request.lengthBytes),
+          ),
+        );
+        return;
+    }
+  }
+
+  /** What the header alone says is wrong. The numbers are those the protocol document names. */
+  #check(request: NbdRequest): NbdErrno {
+    const { command, flags, offsetBytes, lengthBytes } = request;
+    let allowed: number = CommandFlag.fua;
+    switch (command) {
+      case Command.read:
+        if (this.#structured) allowed |= CommandFlag.df;
+        break;
+      case Command.writeZeroes:
+        allowed |= CommandFlag.noHole;
+        break;
+      case Command.write:
+      case Command.trim:
+      case Command.flush:
+      case Command.disconnect:
+        break;
+      default:
+        return NbdErrno.EINVAL;
+    }
+    if ((flags & ~allowed) !== 0) return NbdErrno.EINVAL;
+    const writes = command === Command.write || command === Command.writeZeroes;
+    if ((writes || command === Command.trim) && this.#target.readOnly) return NbdErrno.EPERM;
+    if (command === Command.flush || command === Command.disconnect) return NbdErrno.none;
+    if (offsetBytes + lengthBytes > this.#target.sizeBytes) return writes ? NbdErrno.ENOSPC : NbdErrno.EINVAL;
+    if (command === Command.read && (lengthBytes === 0 || lengthBytes > MAX_PAYLOAD_BYTES))
+      return NbdErrno.EINVAL;
+    return NbdErrno.none;
+  }
+
+  #fillPayload(input: Uint8Array, at: number): number {
+    const size = this.#request.lengthBytes;
+    const available = input.length - at;
+    if (this.#payload === undefined && available >= size) {
+      this.#write(input.subarray(at, at + size));
+      return at + size;
+    }
+    if (available === 0) return at;
+    this.#payload ??= this.#pool.take(size);
+    const taken = Math.min(size - this.#payloadFill, available);
+    this.#payload.set(input.subarray(at, at + taken), this.#payloadFill);
+    this.#payloadFill += taken;
+    if (this.#payloadFill === size) {
+      const payload = this.#payload;
+      this.#payload = undefined;
+      this.#write(payload.subarray(0, size));
+      this.#pool.give(payload);
+    }
+    return at + taken;
+  }
+
+  #write(data: Uint8Array): void {
+    this.#phase = "request";
+    this.#reply(this.#mutate("write", () => this.#target.write(this.#request.offsetBytes, data)));
+  }
+
+  /** Puts (a piece of) the current read into the output; false when that is full. */
+  #continueRead(): boolean {
+    const request = this.#request;
+    const done = this.#readDone!;
+    const whole = !this.#structured || (request.flags & CommandFlag.df) !== 0;
+    const rest = request.lengthBytes - done;
+    const size = whole ? rest : Math.min(rest, READ_PIECE_BYTES);
+    const headerBytes = this.#structured ? DATA_CHUNK_HEADER_BYTES : SIMPLE_REPLY_BYTES;
+    if (!this.#room(headerBytes + size)) return false;
+    const output = this.#output!;
+    const at = this.#outputEnd;
+    const offsetBytes = request.offsetBytes + done;
+    const data = output.subarray(at + headerBytes, at + headerBytes + size);
+    const error = this.#attempt("read", () => this.#target.read(offsetBytes, data));
+    if (error !== NbdErrno.none) {
+      this.#readDone = undefined;
+      this.#reply(error);
+      return true;
+    }
+    if (this.#structured) encodeDataChunkHeader(output, at, request, offsetBytes, size, size === rest);
+    else encodeSimpleReply(output, at, request, NbdErrno.none);
+    this.#outputEnd = at + headerBytes + size;
+    this.#readDone = size === rest ? undefined : done + size;
+    return true;
+  }
+
+  #mutate(operation: string, action: () => void): NbdErrno {
+    const error = this.#attempt(operation, action);
+    if (error !== NbdErrno.none || (this.#request.flags & CommandFlag.fua) === 0) return error;
+    return this.#attempt("flush", () => this.#target.flush());
+  }
+
+  #attempt(operation: string, action: () => void): NbdErrno {
+    try {
+      action();
+      return NbdErrno.none;
+    } catch (error) {
+      this.#onEvent({ kind: "io_error", operation, offsetBytes: this.#request.offsetBytes, error });
+      return nbdErrnoOf(error);
+    }
+  }
+
+  /** The current request's answer without data. Room for it was made before the request was looked at. */
+  #reply(error: NbdErrno): void {
+    const output = this.#output!;
+    const asChunk = this.#structured && this.#request.command === Command.read;
+    this.#outputEnd += asChunk
+      ? encodeErrorChunk(output, this.#outputEnd, this.#request, error)
+      : encodeSimpleReply(output, this.#outputEnd, this.#request, error);
+  }
+
+  // ---- output -----------------------------------------------------------------------------------
+
+  /** Makes room for `size` more bytes of output; false when the peer has to take some first. */
+  #room(size: number): boolean {
+    if (this.#blocked) return false;
+    if (this.#output !== undefined && this.#outputEnd + size <= this.#output.length) return true;
+    if (this.#outputEnd > this.#outputStart) {
+      this.#send();
+      if (this.#blocked) return false;
+    }
+    if (this.#output !== undefined && this.#output.length < size) {
+      this.#pool.give(this.#output);
+      this.#output = undefined;
+    }
+    this.#output ??= this.#pool.take(Math.max(size, OUTPUT_BYTES));
+    return true;
+  }
+
+  #append(bytes: Uint8Array): void {
+    if (!this.#room(bytes.length))
+      throw new NbdProtocolError("client does not read the answers to its options");
+    this.#output!.set(bytes, this.#outputEnd);
+    this.#outputEnd += bytes.length;
+  }
+
+  /** Sends the output. What the peer does not take stays, and the session is blocked until `onDrain`. */
+  #send(): void {
+    const output = this.#output;
+    if (output === undefined) return;
+    const length = this.#outputEnd - this.#outputStart;
+    if (length > 0) {
+      const taken = this.#transport.write(output, this.#outputStart, length);
+      if (this.#isClosed()) return;
+      this.#outputStart += taken;
+      this.#blocked = taken < length;
+      if (this.#blocked) return;
+    }
+    this.#outputStart = 0;
+    this.#outputEnd = 0;
+    this.#output = undefined;
+    this.#pool.give(output);
+  }
+
+  #fail(error: unknown): void {
+    const message = error instanceof Error ? error.message : String(error);
+    this.#onEvent({ kind: "protocol_error", message });
+    this.#close();
+  }
+
+  #close(): void {
+    this.onClosed();
+    this.#transport.close();
+  }
+}
