@@ -40,6 +40,7 @@ function invalid(
   source: string,
   problems: readonly Problem[],
   overrides: ReadonlyMap<string, string>,
+  warnings: readonly string[],
 ): AenvError {
   const broken = problems.map(({ key, value, rule }) => {
     const origin = overrides.get(key);
