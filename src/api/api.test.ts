@@ -1,0 +1,480 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { Sandbox } from "e2b";
+import { AenvError } from "../lib/errors.ts";
+import { newId } from "../lib/ids.ts";
+import { createLogger } from "../lib/log.ts";
+import type { CreateSandboxRequest, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
+import { type Front, startFront } from "../proxy/index.ts";
+import type { SnapshotRecord } from "../snapshot/types.ts";
+import type { BuildStartRequest, TemplateService } from "../template/types.ts";
+import { type ControlApi, createControlApi } from "./index.ts";
+import { documentPath } from "./openapi.ts";
+
+const API_KEY = `e2b_${"0123456789abcdef".repeat(4)}`;
+const log = createLogger("api-test");
+log.level = "silent";
+
+/** Lifecycle rules without machines: the state machine itself is tested in its own room. */
+function fakeOrchestrator() {
+  const records = new Map<string, SandboxRecord>();
+  const requests: CreateSandboxRequest[] = [];
+  const find = (id: string) => {
+    const record = records.get(id);
+    if (record === undefined) {
+      throw new AenvError({ code: "sandbox_not_found", status: 404, message: `sandbox ${id} was not found` });
+    }
+    return record;
+  };
+  const change = (id: string, patch: Partial<SandboxRecord>) => {
+    const record = { ...find(id), ...patch };
+    records.set(id, record);
+    return record;
+  };
+  const deadline = (seconds: number) => new Date(Date.now() + seconds * 1000).toISOString();
+  const orchestrator: Orchestrator = {
+    start: async () => undefined,
+    async create(request) {
+      if (request.template === "broken") throw new TypeError("a secret internal detail");
+      if (request.template === "missing") {
+        throw new AenvError({
+          code: "template_not_found",
+          status: 404,
+          message: "template missing was not found",
+        });
+      }
+      requests.push(request);
+      const record: SandboxRecord = {
+        id: newId(),
+        templateId: request.template,
+        state: "running",
+        startedAt: new Date(Date.now() + records.size).toISOString(),
+        endAt: deadline(request.timeoutSeconds),
+        timeoutSeconds: request.timeoutSeconds,
+        onTimeout: request.onTimeout,
+        autoResume: request.autoResume,
+        secure: request.secure,
+        metadata: request.metadata,
+        envVars: request.envVars,
+        ...(request.network === undefined ? {} : { network: request.network }),
+        cpuCount: 2,
+        memoryMiB: 512,
+        diskSizeMiB: 65536,
+        envdVersion: "0.5.15",
+      };
+      records.set(record.id, record);
+      return record;
+    },
+    get: find,
+    list: () => [...records.values()],
+    async kill(id) {
+      find(id);
+      records.delete(id);
+    },
+    async pause(id) {
+      if (find(id).state === "paused") {
+        throw new AenvError({
+          code: "sandbox_state_conflict",
+          status: 409,
+          message: "the sandbox is paused",
+        });
+      }
+      change(id, { state: "paused" });
+    },
+    resume: async (id, seconds) => change(id, { state: "running", endAt: deadline(seconds) }),
+    async connect(id, seconds) {
+      const resumed = find(id).state === "paused";
+      const endAt = deadline(seconds);
+      const current = find(id).endAt;
+      return {
+        record: change(id, { state: "running", endAt: resumed || endAt > current ? endAt : current }),
+        resumed,
+      };
+    },
+    async setTimeout(id, seconds) {
+      change(id, { endAt: deadline(seconds) });
+    },
+    async refresh(id) {
+      find(id);
+    },
+    access: (id) => (records.has(id) ? { secure: true, allowPublicTraffic: true } : undefined),
+    route: () => ({ kind: "not_found" }),
+    autoResume: async () => undefined,
+    accessToken: (id) => `envd-${id}`,
+    trafficToken: (id) => `traffic-${id}`,
+    timings: () => ({}),
+    shutdown: async () => undefined,
+    [Symbol.asyncDispose]: async () => undefined,
+  };
+  return { orchestrator, records, requests };
+}
+
+function fakeTemplates() {
+  const started: { templateId: string; buildId: string; request: BuildStartRequest }[] = [];
+  const template: SnapshotRecord = {
+    id: newId(),
+    templateId: newId(),
+    aliases: ["base"],
+    public: true,
+    source: { kind: "template", build: { status: "error", reason: { message: "RUN failed", step: "1" } } },
+    resources: { cpuCount: 2, memoryMiB: 512, diskSizeMiB: 0 },
+    createdAt: "2026-01-01T00:00:00.000Z",
+    updatedAt: "2026-01-01T00:00:00.000Z",
+  };
+  const logs = Array.from({ length: 250 }, (_, i) => ({
+    timestamp: new Date(1_700_000_000_000 + i).toISOString(),
+    level: i % 2 === 0 ? ("info" as const) : ("debug" as const),
+    message: `line ${i}`,
+  }));
+  const templates: TemplateService = {
+    start: async () => undefined,
+    create: async (request) => ({
+      templateId: template.templateId,
+      buildId: template.id,
+      alias: request.name,
+      tags: request.tags.length > 0 ? [...request.tags] : ["default"],
+    }),
+    async startBuild(templateId, buildId, request) {
+      started.push({ templateId, buildId, request });
+    },
+    async build(_templateId, buildId) {
+      if (buildId !== template.id) {
+        throw new AenvError({ code: "build_not_found", status: 404, message: "no such build" });
+      }
+      return {
+        record: template,
+        build: { status: "error", reason: { message: "RUN failed", step: "1" } },
+        logs,
+      };
+    },
+    list: async () => [template],
+    resolve: async (name) => (name === "base" || name === template.templateId ? template : undefined),
+    async delete(name) {
+      if (name !== "base") {
+        throw new AenvError({
+          code: "template_not_found",
+          status: 404,
+          message: `template ${name} was not found`,
+        });
+      }
+    },
+    [Symbol.asyncDispose]: async () => undefined,
+  };
+  return { templates, template, started };
+}
+
+let api: ControlApi;
+let front: Front;
+let base: string;
+const fake = fakeOrchestrator();
+const fakes = fakeTemplates();
+
+beforeAll(() => {
+  api = createControlApi({
+    orchestrator: fake.orchestrator,
+    templates: fakes.templates,
+    apiKeys: [API_KEY],
+    defaultTimeoutSeconds: 15,
+    sandboxProxyDomains: [],
+    version: "1.2.3",
+    log,
+  });
+  front = startFront({
+    hostname: "127.0.0.1",
+    port: 0,
+    domains: [],
+    apiKeys: [API_KEY],
+    control: api,
+    orchestrator: fake.orchestrator,
+    log,
+  });
+  base = `http://127.0.0.1:${front.port}`;
+});
+
+afterAll(() => front.stop(100));
+
+async function call(method: string, path: string, body?: unknown, headers: Record<string, string> = {}) {
+  const response = await fetch(`${base}${path}`, {
+    method,
+    headers: { "x-api-key": API_KEY, ...headers },
+    ...(body === undefined ? {} : { body: typeof body === "string" ? body : JSON.stringify(body) }),
+  });
+  const text = await response.text();
+  return {
+    status: response.status,
+    headers: response.headers,
+    json: text === "" ? undefined : JSON.parse(text),
+  };
+}
+
+describe("the unmodified SDK", () => {
+  const connection = () => ({ apiKey: API_KEY, apiUrl: base, sandboxUrl: base });
+
+  test("create, list, connect, timeout, pause, kill", async () => {
+    const sandbox = await Sandbox.create("base", {
+      ...connection(),
+      metadata: { "k 1": "v&=%" },
+      envs: { A: "1" },
+      timeoutMs: 60_000,
+    });
+    expect(fake.requests.at(-1)).toMatchObject({
+      template: "base",
+      secure: true,
+      envVars: { A: "1" },
+      timeoutSeconds: 60,
+    });
+    const listed = Sandbox.list({ ...connection(), query: { metadata: { "k 1": "v&=%" } } });
+    expect((await listed.nextItems()).map((item) => item.sandboxId)).toEqual([sandbox.sandboxId]);
+    const none = Sandbox.list({ ...connection(), query: { metadata: { "k 1": "other" } } });
+    expect(await none.nextItems()).toEqual([]);
+    const info = await Sandbox.getInfo(sandbox.sandboxId, connection());
+    expect(info.state).toBe("running");
+    await Sandbox.setTimeout(sandbox.sandboxId, 120_000, connection());
+    expect(await Sandbox.pause(sandbox.sandboxId, connection())).toBe(true);
+    expect(await Sandbox.pause(sandbox.sandboxId, connection())).toBe(false);
+    const again = await Sandbox.connect(sandbox.sandboxId, connection());
+    expect(again.sandboxId).toBe(sandbox.sandboxId);
+    expect(await Sandbox.kill(sandbox.sandboxId, connection())).toBe(true);
+    expect(await Sandbox.kill(sandbox.sandboxId, connection())).toBe(false);
+  });
+
+  test("a wrong key is an authentication error", async () => {
+    const attempt = Sandbox.create("base", { ...connection(), apiKey: `e2b_${"f".repeat(64)}` });
+    await expect(attempt).rejects.toThrow(/authentication|API key|401/i);
+  });
+});
+
+describe("keys", () => {
+  test("missing, wrong and repeated keys are refused with a body", async () => {
+    for (const headers of [{}, { "x-api-key": "nope" }, { "x-api-key": `${API_KEY}, ${API_KEY}` }]) {
+      const response = await fetch(`${base}/sandboxes`, { headers: headers as Record<string, string> });
+      expect(response.status).toBe(401);
+      expect(await response.json()).toMatchObject({ code: 401, error_code: "unauthorized" });
+      expect(response.headers.get("access-control-allow-origin")).toBe("*");
+    }
+    expect((await fetch(`${base}/nowhere`)).status).toBe(401);
+    expect(
+      (await fetch(`${base}/sandboxes`, { headers: { authorization: `Bearer ${API_KEY}` } })).status,
+    ).toBe(401);
+  });
+
+  test("health, metrics and the document are open", async () => {
+    const health = await fetch(`${base}/health`);
+    expect(health.status).toBe(204);
+    expect(await (await fetch(`${base}/metrics`)).text()).toContain("process_resident_memory_bytes");
+    expect((await fetch(`${base}/docs`)).headers.get("content-type")).toContain("text/html");
+  });
+});
+
+describe("bad input", () => {
+  test.each([0, -1, -3600, "60", 1e12, 1.5, null])(
+    "timeout %p is refused everywhere, with the field's name",
+    async (timeout) => {
+      const before = fake.records.size;
+      const id = newId();
+      for (const [path, body] of [
+        ["/sandboxes", { templateID: "base", timeout }],
+        ["/v2/sandboxes", { templateID: "base", timeout }],
+        [`/sandboxes/${id}/resume`, { timeout }],
+        [`/sandboxes/${id}/connect`, { timeout }],
+        [`/v2/sandboxes/${id}/connect`, { timeout }],
+        [`/sandboxes/${id}/timeout`, { timeout }],
+      ] as const) {
+        const reply = await call("POST", path, body);
+        expect(reply.status).toBe(400);
+        expect(reply.json.message).toContain("timeout");
+        expect(reply.json.code).toBe(400);
+      }
+      expect(fake.records.size).toBe(before);
+    },
+  );
+
+  test("malformed JSON, wrong types, missing fields", async () => {
+    expect((await call("POST", "/sandboxes", "{")).json).toMatchObject({
+      code: 400,
+      message: "the request body is not JSON",
+    });
+    expect((await call("POST", "/sandboxes", "[]")).status).toBe(400);
+    expect((await call("POST", "/sandboxes", {})).json.message).toContain("templateID");
+    expect(
+      (await call("POST", "/sandboxes", { templateID: "base", metadata: { a: 1 } })).json.message,
+    ).toContain("metadata.a");
+    expect(
+      (await call("POST", "/sandboxes", { templateID: "base", network: { denyOut: ["example.com"] } })).json
+        .message,
+    ).toContain("denyOut");
+  });
+
+  test("what is not built is refused by name", async () => {
+    for (const [extra, name] of [
+      [{ volumeMounts: [{ name: "v", path: "/v" }] }, "volumeMounts"],
+      [{ customExtensionParams: { a: 1 } }, "customExtensionParams"],
+      [{ network: { rules: { "a.b": [] } } }, "network.rules"],
+      [{ network: { allowOut: ["1.1.1.1"] } }, "network.allowOut"],
+      [{ allow_internet_access: false }, "allow_internet_access"],
+    ] as const) {
+      const reply = await call("POST", "/v2/sandboxes", { templateID: "base", ...extra });
+      expect(reply.status).toBe(400);
+      expect(reply.json.message).toContain(name);
+    }
+  });
+
+  test("an unknown template is 400 in v1 and 404 in v2", async () => {
+    expect((await call("POST", "/sandboxes", { templateID: "missing" })).status).toBe(400);
+    expect((await call("POST", "/v2/sandboxes", { templateID: "missing" })).status).toBe(404);
+  });
+
+  test("an internal error shows nothing of itself", async () => {
+    const reply = await call("POST", "/v2/sandboxes", { templateID: "broken" });
+    expect(reply.status).toBe(500);
+    expect(JSON.stringify(reply.json)).not.toContain("secret");
+    expect(reply.headers.get("x-request-id")).toMatch(/^[0-9a-f-]{36}$/);
+  });
+
+  test("ids that are none are unknown", async () => {
+    for (const id of ["nope", "..%2f", newId()]) {
+      const reply = await call("GET", `/sandboxes/${id}`);
+      expect(reply.status).toBe(404);
+      expect(reply.json.code).toBe(404);
+    }
+    expect((await call("GET", "/nowhere")).json.message).toBe("route not found: GET /nowhere");
+    expect((await call("PUT", "/sandboxes")).json.message).toBe("route not found: PUT /sandboxes");
+  });
+
+  test("empty bodies are empty objects; empty answers have a length", async () => {
+    const created = await call("POST", "/v2/sandboxes", { templateID: "base" });
+    const id = created.json.sandboxID;
+    expect(created.headers.get("x-agentenv-sandbox-id")).toBe(id);
+    const paused = await fetch(`${base}/sandboxes/${id}/pause`, {
+      method: "POST",
+      headers: { "x-api-key": API_KEY },
+    });
+    expect(paused.status).toBe(204);
+    expect((await call("POST", `/sandboxes/${id}/resume`)).status).toBe(201);
+    expect((await call("POST", `/sandboxes/${id}/refreshes`, { duration: 3601 })).status).toBe(400);
+    expect((await call("POST", `/sandboxes/${id}/pause`, { memory: false })).status).toBe(400);
+    expect((await call("DELETE", `/sandboxes/${id}`)).status).toBe(204);
+    const build = await fetch(
+      `${base}/v2/templates/${fakes.template.templateId}/builds/${fakes.template.id}`,
+      {
+        method: "POST",
+        headers: { "x-api-key": API_KEY },
+        body: JSON.stringify({ fromImage: "debian:12", steps: [{ type: "RUN", args: ["true"] }] }),
+      },
+    );
+    expect(build.status).toBe(202);
+    expect(build.headers.get("content-length")).toBe("0");
+    expect(fakes.started.at(-1)?.request).toMatchObject({ fromImage: "debian:12" });
+  });
+});
+
+describe("lists", () => {
+  test("pages are stable while items come and go", async () => {
+    fake.records.clear();
+    const ids: string[] = [];
+    for (let i = 0; i < 7; i++)
+      ids.push((await call("POST", "/v2/sandboxes", { templateID: "base" })).json.sandboxID);
+    const seen: string[] = [];
+    let token = "";
+    for (let page = 0; page < 5; page++) {
+      const reply = await call("GET", `/v2/sandboxes?limit=2${token === "" ? "" : `&nextToken=${token}`}`);
+      expect(reply.headers.get("x-total-running")).not.toBeNull();
+      seen.push(...reply.json.map((item: { sandboxID: string }) => item.sandboxID));
+      // The item the token was made from vanishes, another one appears in front.
+      if (page === 0) {
+        fake.records.delete(seen[1]!);
+        await call("POST", "/v2/sandboxes", { templateID: "base" });
+      }
+      token = reply.headers.get("x-next-token") ?? "";
+      if (token === "") break;
+    }
+    expect(seen).toEqual(ids.toReversed());
+  });
+
+  test("limits, tokens and filters are checked", async () => {
+    for (const query of [
+      "limit=0",
+      "limit=101",
+      "limit=abc",
+      "nextToken=x",
+      "state=gone",
+      "order=up",
+      "startedAfter=x",
+      "metadata=novalue",
+    ]) {
+      expect((await call("GET", `/v2/sandboxes?${query}`)).status).toBe(400);
+    }
+    const first = await call("GET", "/v2/sandboxes?limit=1");
+    const token = first.headers.get("x-next-token");
+    expect((await call("GET", `/v2/sandboxes?limit=1&order=asc&nextToken=${token}`)).status).toBe(400);
+    expect((await call("GET", "/v2/sandboxes?state=running%2Cpaused")).status).toBe(200);
+    expect((await call("GET", "/sandboxes?metadata=a%3D1%26b%3D%E2%9C%93")).json).toEqual([]);
+  });
+});
+
+describe("templates", () => {
+  test("create, status with log windows, list, alias, delete", async () => {
+    const created = await call("POST", "/v3/templates", { name: "base", tags: ["v1"] });
+    expect(created.status).toBe(202);
+    expect(created.json).toMatchObject({ names: ["base"], aliases: ["base"], tags: ["v1"], public: true });
+    expect((await call("POST", "/v3/templates", {})).status).toBe(400);
+    const path = `/templates/${fakes.template.templateId}/builds/${fakes.template.id}/status`;
+    const seen: string[] = [];
+    for (;;) {
+      const reply = await call("GET", `${path}?logsOffset=${seen.length}`);
+      if (reply.json.logEntries.length === 0) break;
+      expect(reply.json.logEntries.length).toBeLessThanOrEqual(100);
+      seen.push(...reply.json.logs);
+    }
+    expect(seen).toHaveLength(250);
+    expect(seen[249]).toBe("line 249");
+    expect((await call("GET", `${path}?level=info&limit=5`)).json.logs).toEqual(
+      [0, 2, 4, 6, 8].map((i) => `line ${i}`),
+    );
+    expect((await call("GET", path)).json.reason).toMatchObject({ message: "RUN failed", step: "1" });
+    expect((await call("GET", `/templates/x/builds/${newId()}/status`)).status).toBe(404);
+    const backward = await call("GET", `${path.replace("status", "logs")}?direction=backward&limit=2`);
+    expect(backward.json.logs.map((entry: { message: string }) => entry.message)).toEqual([
+      "line 249",
+      "line 248",
+    ]);
+    expect((await call("GET", "/templates")).json[0]).toMatchObject({
+      aliases: ["base"],
+      createdBy: null,
+      buildStatus: "error",
+    });
+    expect((await call("GET", "/v2/templates")).json).toHaveLength(1);
+    expect((await call("GET", "/templates/base")).json.builds).toHaveLength(1);
+    expect((await call("GET", "/templates/aliases/base")).json.templateID).toBe(fakes.template.templateId);
+    expect((await call("GET", "/templates/aliases/free")).status).toBe(404);
+    expect((await call("DELETE", "/templates/base")).status).toBe(204);
+    expect((await call("DELETE", "/templates/gone")).json.code).toBe(404);
+  });
+});
+
+test("preflight and exposed headers", async () => {
+  const preflight = await fetch(`${base}/v2/sandboxes`, {
+    method: "OPTIONS",
+    headers: { origin: "http://x", "access-control-request-headers": "x-api-key,lang" },
+  });
+  expect(preflight.status).toBe(204);
+  expect(preflight.headers.get("access-control-allow-headers")).toBe("x-api-key,lang");
+  const reply = await call("GET", "/nowhere");
+  expect(reply.headers.get("access-control-expose-headers")).toContain("X-Next-Token");
+});
+
+test("the OpenAPI document describes exactly the routes that are served", async () => {
+  const document = (await call("GET", "/openapi.json")).json;
+  const documented = Object.entries(document.paths as Record<string, object>).flatMap(([path, methods]) =>
+    Object.keys(methods).map((method) => `${method.toUpperCase()} ${path}`),
+  );
+  expect(documented.sort()).toEqual(
+    api.routes.map((route) => `${route.method} ${documentPath(route.path)}`).sort(),
+  );
+  // Every reference points at something.
+  const references = [...JSON.stringify(document).matchAll(/"\$ref":"#\/components\/schemas\/([^"]+)"/g)];
+  expect(references.length).toBeGreaterThan(10);
+  for (const [, name] of references) expect(document.components.schemas[name!]).toBeDefined();
+  for (const operation of Object.values(document.paths).flatMap((path) => Object.values(path as object))) {
+    expect(Object.keys((operation as { responses: object }).responses).length).toBeGreaterThan(0);
+  }
+});
