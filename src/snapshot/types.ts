@@ -22,7 +22,12 @@ export interface BuildRecord {
 }
 
 export type SnapshotSource =
-  | { readonly kind: "template"; readonly build: BuildRecord }
+  | {
+      readonly kind: "template";
+      readonly build: BuildRecord;
+      /** Names (`alias` or `alias:tag`) that shall point at this build once it is ready. */
+      readonly names: readonly string[];
+    }
   | { readonly kind: "sandbox"; readonly sourceSandboxId: string };
 
 export interface SnapshotResources {
@@ -36,6 +41,7 @@ export interface SnapshotRecord {
   readonly id: string;
   /** Template this build belongs to; equals `id` for a first build and for snapshots. */
   readonly templateId: string;
+  /** Names that point at this very record now: `alias` for the tag `default`, else `alias:tag`. */
   readonly aliases: readonly string[];
   readonly public: boolean;
   readonly source: SnapshotSource;
@@ -52,6 +58,11 @@ export interface SnapshotRecord {
   };
 }
 
+/** A committed snapshot in use: while it is open, none of its layers is removed by this process. */
+export interface SnapshotLease extends Disposable {
+  readonly record: SnapshotRecord;
+}
+
 /**
  * Committed snapshots on disk; the only durable truth about templates and snapshots. Everything that
  * resolved is durable. Layers are content-addressed and shared.
@@ -61,12 +72,18 @@ export interface SnapshotRepository {
   get(id: string): Promise<SnapshotRecord | undefined>;
   /** Id, alias, `alias:tag` or `ns/alias`; undefined when there is none. */
   resolve(name: string): Promise<SnapshotRecord | undefined>;
+  /** Like `resolve`, and keeps what the snapshot is made of until the lease is disposed. */
+  lease(name: string): Promise<SnapshotLease | undefined>;
+  /** Creates or updates a record. What `commit` stored stays when the given record has no `committed`. */
   put(record: SnapshotRecord): Promise<void>;
-  /** Points the alias at the record; error `alias_conflict` 409 when it is another template's. */
+  /**
+   * Points `alias` or `alias:tag` at the record. Errors: `alias_conflict` 409 when another template has
+   * it (a snapshot's name may be taken over by another snapshot), `invalid_alias` 400.
+   */
   bindAlias(alias: string, id: string): Promise<void>;
   /**
-   * Moves a captured state's files into the repository (layers content-addressed, no copy where a
-   * rename or link does) and commits the record in one step.
+   * Takes a captured state's files into the repository (content-addressed, by hard link where the file
+   * system allows) and commits the record in one step. The given state's own files may be removed after.
    */
   commit(record: SnapshotRecord, state: CapturedState): Promise<SnapshotRecord>;
   /** Record, aliases and own files; layers nobody refers to are removed by `collect`. Idempotent. */
