@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# The main job on a fresh machine: server, template from a real Debian image, Python in a microVM through
+# the unmodified E2B client, pause and resume. Idempotent: what is there is used.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+eval "$(scripts/server.sh env | sed 's/^/export /')"
+template=quickstart
+began=$SECONDS
+phase_began=$SECONDS
+
+if [[ -t 1 ]]; then bold=$'\e[1m' plain=$'\e[0m'; else bold='' plain=''; fi
+phase() { phase_began=$SECONDS; printf '\n%s[%s] %s%s\n' "$bold" "$1" "$2" "$plain"; }
+ok() { printf '      done in %d s\n' $((SECONDS - phase_began)); }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# The command line keeps its credentials beside the server's state, away from the user's own.
+export XDG_CONFIG_HOME=$AENV_HOME_PATH/client
+key_file=$AENV_HOME_PATH/secrets/api-key
+url=http://$API_ADDR
+
+[[ $(id -u) == 0 ]] || die "network namespaces and taps need root: sudo make quickstart"
+
+phase 1/4 "guest kernel, VMM and server"
+scripts/server.sh start
+printf '%s\n%s\n' "$url" "$(cat "$key_file")" | dist/aenv auth >/dev/null
+ok
+
+phase 2/4 "a real Debian image with Python"
+has_template() { dist/aenv template list --output json | grep -q "\"$template\""; }
+image=
+if has_template; then echo "      template $template is there"
+else
+  # A public registry where one answers, otherwise an image made from this machine's own apt sources
+  # in a local registry; both are pulled the same way.
+  status=$(curl -s -o /dev/null -w '%{http_code}' --connect-timeout 3 --max-time 5 https://registry-1.docker.io/v2/ || true)
+  if [[ $status == 200 || $status == 401 ]]; then image=docker.io/library/python:3.12-slim
+  else
+    registry=$(scripts/registry.sh start .aenv/registry)
+    image=${registry#http://}/agentenv/debian-python:latest
+    scripts/make-debian-image.sh .aenv/image "$registry/agentenv/debian-python:latest"
+  fi
+fi
+ok
+
+phase 3/4 "template $template: image to block layers, boot, snapshot"
+if [[ -n $image ]]; then
+  dist/aenv pull "$image" --name "$template" --cpu 1 --memory 512
+  [[ -z ${registry:-} ]] || scripts/registry.sh stop .aenv/registry
+else echo "      nothing to do"; fi
+ok
+
+phase 4/4 "Python in a microVM through the e2b client"
+E2B_API_URL=$url E2B_SANDBOX_URL=$url E2B_API_KEY=$(cat "$key_file") .tools/bin/bun scripts/quickstart.ts "$template"
+ok
+
+cat <<EOF
+
+${bold}AgentENV works.${plain} It took $((SECONDS - began)) s.
+
+  server     $url          API page: $url/docs
+  key        $key_file
+  log        $AENV_HOME_PATH/logs/server.log
+
+Try it:
+  export XDG_CONFIG_HOME=$XDG_CONFIG_HOME
+  dist/aenv start $template                      a shell in a new sandbox
+  dist/aenv list                                 what there is
+  dist/aenv pull IMAGE --name NAME               a template from any OCI image
+
+From the E2B SDKs, unmodified:
+  export E2B_API_URL=$url E2B_SANDBOX_URL=$url E2B_API_KEY=\$(cat $key_file)
+
+Stop:  make stop   (running sandboxes are paused and stored; make start brings the server back)
+EOF

@@ -1,0 +1,278 @@
+import { mkdir } from "node:fs/promises";
+import { join } from "node:path";
+import { parseArgs } from "node:util";
+import { createControlApi } from "./api/index.ts";
+import {
+  loadApiKey,
+  loadConfig,
+  loadTokenSeed,
+  type NodeConfig,
+  parseListenAddress,
+} from "./config/index.ts";
+import { createImageService } from "./image/index.ts";
+import { installAsset } from "./lib/assets.ts";
+import { AenvError, errorChain } from "./lib/errors.ts";
+import { createLogger, type Logger } from "./lib/log.ts";
+import { selfCommand } from "./lib/self.ts";
+import { createMemoryService } from "./memory/index.ts";
+import { createNetworkService } from "./network/index.ts";
+import { createOrchestrator, hasTokenProtectedSandboxes, lockHome } from "./orchestrator/index.ts";
+import { startFront } from "./proxy/index.ts";
+import { createSandboxFactory } from "./sandbox/index.ts";
+import { resolveRuntime } from "./setup/index.ts";
+import { createPosixRepository } from "./snapshot/index.ts";
+import { superviseBlockd } from "./storage/blockd/index.ts";
+import { createTemplateService } from "./template/index.ts";
+import { version } from "./version.ts";
+import { createQemuDriver } from "./vmm/index.ts";
+
+const HELP = `Runs the server: the E2B-compatible API, the proxy into sandboxes, and their lifecycle.
+
+Usage: agentenv serve [--config PATH]
+
+Options:
+  --config PATH   configuration file (default: $AENV_CONFIG_PATH, else the packaged defaults)
+  -h, --help      this text
+
+Environment: AENV_HOME_PATH, AENV_RUNTIME_PATH, API_ADDR, AENV_API_KEY and the overrides that
+config/default.toml names. SIGINT or SIGTERM pauses every sandbox, stores it and ends.
+`;
+
+const GIB = 1024 ** 3;
+/** Flat memory files kept for the next resume; they can always be made again. */
+const MEMORY_CACHE_BYTES = 16 * GIB;
+const STOP_GRACE_MS = 5_000;
+
+/** Everything a node is made of, from the configuration. Disposing stops it in the right order. */
+async function startNode(config: NodeConfig, log: Logger) {
+  await using stack = new AsyncDisposableStack();
+  const home = config.homePath;
+  await mkdir(home, { recursive: true });
+  await mkdir(config.runtimePath, { recursive: true });
+  stack.use(lockHome(home));
+
+  const apiKey = await loadApiKey({ homePath: home, env: process.env, generate: true });
+  if (apiKey === undefined) throw new Error("a key is generated when there is none");
+  if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
+
+  const runtime = await resolveRuntime({
+    depsDir: config.depsPath,
+    ...(config.kernel.imagePath === undefined ? {} : { kernelImagePath: config.kernel.imagePath }),
+    ...(config.qemu.binaryPath === undefined ? {} : { qemuBinaryPath: config.qemu.binaryPath }),
+    log,
+    progress: ({ phase, item, message }) => log.info({ phase, item, message }, "preparing"),
+  });
+  if (config.virtualizationMode === "pvm") {
+    throw new AenvError({
+      code: "virtualization_unsupported",
+      status: 400,
+      message: 'virtualization_mode "pvm" needs the Firecracker driver, which this version does not have',
+      remediation: 'set virtualization_mode to "auto", "kvm" or "tcg"',
+    });
+  }
+  const vmm = createQemuDriver({
+    binary: runtime.qemu.binary,
+    dataDirs: runtime.qemu.dataDirs,
+    ...(runtime.qemu.moduleDir === undefined ? {} : { moduleDir: runtime.qemu.moduleDir }),
+    ...(runtime.qemu.libraryPath === undefined ? {} : { libraryPath: runtime.qemu.libraryPath }),
+    mode: config.virtualizationMode,
+    kernelPath: runtime.kernelPath,
+    kernelVersion: runtime.kernelVersion,
+    probeCacheDir: join(home, "cache"),
+    log: log.child({ room: "vmm" }),
+  });
+
+  const blockd = stack.use(
+    await superviseBlockd(
+      {
+        argv: selfCommand("blockd"),
+        socketPath: config.ublk.daemonSocketPath,
+        runtimeDir: join(config.runtimePath, "blockd"),
+        logPath: config.ublk.daemonLogPath,
+      },
+      log.child({ room: "blockd" }),
+    ),
+  );
+  const network = stack.use(
+    createNetworkService(
+      {
+        runtimeDir: config.runtimePath,
+        hostInteractionCidr: config.network.internal.hostInteractionCidr,
+        vethCidr: config.network.internal.vethCidr,
+        alwaysDeniedCidrs: config.network.egress.alwaysDeniedCidrs,
+        ...(config.network.dnsServer === undefined ? {} : { dnsServer: config.network.dnsServer }),
+      },
+      log.child({ room: "network" }),
+    ),
+  );
+  const memory = createMemoryService({
+    cacheDir: join(home, "cache", "memory"),
+    maxCacheBytes: MEMORY_CACHE_BYTES,
+    log: log.child({ room: "memory" }),
+  });
+  const sandboxes = createSandboxFactory({
+    vmm,
+    memory,
+    network,
+    blockClient: blockd.client,
+    kernelPath: runtime.kernelPath,
+    initrdPath: runtime.initrdPath,
+    rootDir: join(home, "sandboxes"),
+    runtimeDir: config.runtimePath,
+    initTimeoutMs: config.envd.initTimeoutSecs * 1000,
+    pollMs: config.envd.pollMs,
+    log: log.child({ room: "sandbox" }),
+  });
+  const repository = createPosixRepository({
+    root: join(config.backend.posixFs.snapshotStore, "repository"),
+    log: log.child({ room: "snapshot" }),
+  });
+  const images = stack.use(
+    createImageService(
+      {
+        cacheDir: config.image.cache.rootDir,
+        defaultImage: config.image.resolver.defaultImage,
+        searchRegistries: config.image.resolver.searchRegistries,
+        ...(config.image.resolver.allowedRegistries === undefined
+          ? {}
+          : { allowedRegistries: config.image.resolver.allowedRegistries }),
+        allowLocalPaths: config.image.resolver.allowLocalPaths,
+        virtualSizeBytes: config.image.cache.virtualSizeGib * GIB,
+        convertStandardOci: config.image.resolver.convertStandardOci,
+      },
+      {
+        blockClient: blockd.client,
+        ext4Helper: installAsset("aenv-ext4", join(home, "cache", "bin")),
+        log: log.child({ room: "image" }),
+      },
+    ),
+  );
+  const artifactsDir = join(config.orchestrator.persistedSandboxStorePath, "artifacts");
+  const statePath = join(config.orchestrator.persistedSandboxStorePath, "records.db");
+  const seed = await loadTokenSeed({
+    homePath: home,
+    configured: config.sandbox.accessTokenHashSeed,
+    generate: true,
+    mustExist: hasTokenProtectedSandboxes(statePath),
+  });
+  const orchestrator = stack.use(
+    createOrchestrator({
+      repository,
+      sandboxes,
+      statePath,
+      artifactsDir,
+      tokenSeed: seed.value,
+      defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
+      autoResumeMinTimeoutSeconds: config.orchestrator.autoResumeMinSandboxTimeoutSecs,
+      evictIntervalMs: config.orchestrator.autoEvictIntervalMs,
+      log: log.child({ room: "orchestrator" }),
+    }),
+  );
+  const templates = stack.use(
+    createTemplateService({
+      repository,
+      images,
+      sandboxes,
+      defaults: {
+        cpuCount: config.machine.vcpuCount,
+        memoryMiB: config.machine.memSizeMib,
+        defaultImage: config.image.resolver.defaultImage,
+      },
+      maxConcurrentBuilds: config.templateBuild.maxConcurrentBuilds,
+      log: log.child({ room: "template" }),
+    }),
+  );
+
+  await network.start([]);
+  await orchestrator.start();
+  await templates.start();
+
+  const api = createControlApi({
+    orchestrator,
+    templates,
+    apiKeys: [apiKey.value],
+    defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
+    sandboxProxyDomains: config.sandboxProxy.domains,
+    version,
+    log: log.child({ room: "api" }),
+  });
+  const listen = parseListenAddress(config.server.listen)!;
+  const front = startFront({
+    hostname: listen.hostname,
+    port: listen.port,
+    domains: config.sandboxProxy.domains,
+    apiKeys: [apiKey.value],
+    control: api,
+    orchestrator,
+    log: log.child({ room: "proxy" }),
+  });
+  stack.defer(() => front.stop(STOP_GRACE_MS));
+  // The probe of a new host takes seconds: the first start that needs its verdict waits, not the listener.
+  vmm.probe().then(
+    (probe) => log.info(probe, "virtual machine monitor"),
+    (error: unknown) => log.error({ err: error }, "no usable virtual machine monitor"),
+  );
+
+  const owned = stack.move();
+  return {
+    url: `http://${front.hostname}:${front.port}`,
+    apiKeyPath: apiKey.path,
+    async stop() {
+      await front.stop(STOP_GRACE_MS);
+      await orchestrator.shutdown();
+      await blockd.client.shutdown();
+      await owned.disposeAsync();
+    },
+  };
+}
+
+export async function serveMain(argv: string[]): Promise<number> {
+  const { values } = parseArgs({
+    args: argv,
+    options: { config: { type: "string" }, help: { type: "boolean", short: "h" } },
+  });
+  if (values.help) {
+    process.stdout.write(HELP);
+    return 0;
+  }
+  const started = performance.now();
+  const log = createLogger("agentenv");
+  let node: Awaited<ReturnType<typeof startNode>>;
+  try {
+    const config = loadConfig({
+      env: process.env,
+      ...(values.config === undefined ? {} : { path: values.config }),
+    });
+    for (const warning of config.warnings) log.warn(warning);
+    node = await startNode(config, log);
+  } catch (error) {
+    const chain = errorChain(error).join(": ");
+    const cure = error instanceof AenvError ? error.remediation : undefined;
+    if (!(error instanceof AenvError)) log.error({ err: error }, "start failed");
+    process.stderr.write(`Error: ${chain}\n${cure === undefined ? "" : `  ${cure}\n`}`);
+    return 1;
+  }
+  log.info(
+    { url: node.url, version, startMs: Math.round(performance.now() - started), apiKeyPath: node.apiKeyPath },
+    "serving",
+  );
+
+  const stop = Promise.withResolvers<string>();
+  for (const signal of ["SIGINT", "SIGTERM"] as const) {
+    process.on(signal, () => {
+      log.info({ signal }, "stopping: running sandboxes are paused and stored");
+      stop.resolve(signal);
+    });
+  }
+  process.on("uncaughtException", (error) => log.error({ err: error }, "uncaught exception"));
+  process.on("unhandledRejection", (error) => log.error({ err: error }, "unhandled rejection"));
+  await stop.promise;
+  try {
+    await node.stop();
+  } catch (error) {
+    log.error({ err: error }, "the stop was not complete");
+    return 1;
+  }
+  log.info("stopped");
+  return 0;
+}
