@@ -139,7 +139,14 @@ function kvmCheck(): Check {
         detail: "exists, but this user may not open it: guests would be emulated",
         cure: "run as root or add the user to the group kvm",
       };
-    default:
+    case "dead":
+      return {
+        name,
+        status: "warn",
+        detail: "exists, but the kernel refuses to open it: guests are emulated (TCG), which is much slower",
+        cure: "turn virtualization on in the firmware, and load kvm_intel or kvm_amd",
+      };
+    case "absent":
       return {
         name,
         status: "warn",

@@ -1,3 +1,4 @@
+export { hostReleaseSources } from "./apt/apt.ts";
 export { doctorMain } from "./doctor.ts";
 export { type ResolveRuntimeOptions, resolveRuntime } from "./resolve.ts";
 export { setupMain } from "./setup.ts";

@@ -5,7 +5,7 @@ import { AenvError } from "../lib/errors.ts";
 import { FileLock, lockHolder } from "../lib/file-lock.ts";
 import { createLogger } from "../lib/log.ts";
 import type { ProgressSink } from "../lib/progress.ts";
-import { PrivateApt } from "./apt/apt.ts";
+import { type AptHost, PrivateApt } from "./apt/apt.ts";
 import { consoleProgress, reportError } from "./console.ts";
 import { treeDamage } from "./files.ts";
 import { provisionKernel } from "./kernel.ts";
@@ -22,6 +22,8 @@ export interface SetupOptions {
   readonly qemuBinaryPath?: string;
   /** How long to wait for another setup in the same directory. */
   readonly lockWaitMs?: number;
+  /** Where packages come from. Default: this machine's apt sources. */
+  readonly aptHost?: AptHost;
   readonly progress: ProgressSink;
   readonly warn: (text: string) => void;
 }
@@ -44,7 +46,8 @@ export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
     manifest = { schema: 1 };
   }
   let apt: PrivateApt | undefined;
-  const openApt = async () => (apt ??= await PrivateApt.open({ dir: join(depsDir, "apt"), progress }));
+  const openApt = async () =>
+    (apt ??= await PrivateApt.open({ dir: join(depsDir, "apt"), progress, host: options.aptHost }));
 
   if (options.kernelImagePath !== undefined) await configuredKernel(depsDir, options.kernelImagePath);
   else {

@@ -7,7 +7,7 @@ import { AenvError } from "../../lib/errors.ts";
 import type { ProgressSink } from "../../lib/progress.ts";
 import { compareDebianVersions } from "../debian-version.ts";
 import { sha256File } from "../files.ts";
-import { type AptSource, deriveSources, parseSources, renderSources } from "./sources.ts";
+import { type AptSource, deriveSources, parseSources, renderSources, withoutBackports } from "./sources.ts";
 
 /** One package file of the archive. */
 export interface AptPackage {
@@ -25,6 +25,15 @@ export interface AptOptions {
   /** Private state: `apt.conf`, sources, indexes and downloaded packages. */
   readonly dir: string;
   readonly progress: ProgressSink;
+  /** Default: this machine's. */
+  readonly host?: AptHost;
+}
+
+/** Release and sources packages are looked for in. */
+export interface AptHost {
+  readonly architecture: string;
+  readonly codename: string;
+  readonly sources: readonly AptSource[];
 }
 
 const INDEX_MAX_AGE_MS = 60 * 60 * 1000;
@@ -54,10 +63,7 @@ export class PrivateApt {
   /** What `apt-get update` complained about, told when something is not found later. */
   #updateComplaints = "";
 
-  private constructor(
-    options: AptOptions,
-    host: { architecture: string; codename: string; sources: AptSource[] },
-  ) {
+  private constructor(options: AptOptions, host: AptHost) {
     this.#dir = options.dir;
     this.#progress = options.progress;
     this.architecture = host.architecture;
@@ -66,7 +72,7 @@ export class PrivateApt {
   }
 
   static async open(options: AptOptions): Promise<PrivateApt> {
-    const host = await readHost();
+    const host = options.host ?? (await readHost());
     await mkdir(join(options.dir, "lists", "partial"), { recursive: true });
     await mkdir(join(options.dir, "cache", "archives", "partial"), { recursive: true });
     await mkdir(join(options.dir, "packages"), { recursive: true });
@@ -90,12 +96,16 @@ export class PrivateApt {
       "Dir::Etc::preferencesparts": "/dev/null",
       "Dir::State::lists": join(this.#dir, "lists"),
       "Dir::Cache": join(this.#dir, "cache"),
+      // Some machines (container images) turn these off, which makes every call parse all indexes anew.
+      "Dir::Cache::pkgcache": "pkgcache.bin",
+      "Dir::Cache::srcpkgcache": "srcpkgcache.bin",
       "APT::Sandbox::User": "root",
       "APT::Install-Recommends": "false",
       "Acquire::Languages": "none",
       "Acquire::Retries": "3",
       "Acquire::http::Timeout": "30",
       "Acquire::https::Timeout": "30",
+      "Acquire::http::Proxy::127.0.0.1": "DIRECT",
       // Nothing is locked that the machine's own apt uses; setup holds a lock of its own.
       "Debug::NoLocking": "true",
     };
@@ -396,7 +406,7 @@ export function reachable(
   return [...found.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
 }
 
-async function readHost(): Promise<{ architecture: string; codename: string; sources: AptSource[] }> {
+async function readHost(): Promise<AptHost> {
   const osRelease = await readTextOrEmpty("/etc/os-release");
   const field = (name: string) => new RegExp(`^${name}="?([^"\\n]*)"?$`, "m").exec(osRelease)?.[1];
   const system = field("PRETTY_NAME") ?? "this system";
@@ -451,4 +461,10 @@ async function readHost(): Promise<{ architecture: string; codename: string; sou
     });
   }
   return { architecture: "amd64", codename, sources };
+}
+
+/** This machine's own Debian release as a deb822 source file, e.g. to make a root file system from. */
+export async function hostReleaseSources(): Promise<{ codename: string; text: string }> {
+  const { architecture, codename, sources } = await readHost();
+  return { codename, text: renderSources(withoutBackports(sources), architecture) };
 }

@@ -164,6 +164,13 @@ export function deriveSources(sources: readonly AptSource[], codename: string): 
   return [...kept, ...derived.values()];
 }
 
+/** Without the backports suite, configured or derived: what a system of this release is made of. */
+export function withoutBackports(sources: readonly AptSource[]): AptSource[] {
+  return sources
+    .map((source) => ({ ...source, suites: source.suites.filter((suite) => !suite.endsWith("-backports")) }))
+    .filter((source) => source.suites.length > 0);
+}
+
 /** As a deb822 file that fetches package indexes of one architecture and nothing else. */
 export function renderSources(sources: readonly AptSource[], architecture: string): string {
   const seen = new Set<string>();
