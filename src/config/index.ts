@@ -7,3 +7,17 @@ export {
   redactConfig,
 } from "./load.ts";
 export { parseListenAddress } from "./schema.ts";
+export {
+  type ApiKey,
+  type ApiKeyOptions,
+  apiKeyMatches,
+  deriveEnvdToken,
+  deriveTrafficToken,
+  loadApiKey,
+  loadTokenSeed,
+  managedApiKeyPath,
+  managedSeedPath,
+  type TokenSeed,
+  type TokenSeedOptions,
+  tokenMatches,
+} from "./secrets.ts";
