@@ -11,10 +11,10 @@ import {
 } from "node:fs";
 import { dirname } from "node:path";
 import { parseArgs } from "node:util";
+import { parseListenAddress } from "../config/index.ts";
 import { errorCode } from "../lib/durable.ts";
-import { AenvError } from "../lib/errors.ts";
+import { AenvError, assert } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
-import { createQemuDriver } from "../vmm/index.ts";
 import { formatBytes } from "./console.ts";
 import { type InstalledManifest, readManifest } from "./manifest.ts";
 import { isModern } from "./qemu.ts";
@@ -26,7 +26,7 @@ import {
   type ResolvedKernel,
   resolveQemu,
 } from "./resolve.ts";
-import { depsDirFrom } from "./setup.ts";
+import { readSettings, SETTINGS_FLAGS, SETTINGS_HELP, type Settings } from "./settings.ts";
 import type { QemuDeps } from "./types.ts";
 
 export type CheckStatus = "ok" | "warn" | "missing";
@@ -39,19 +39,8 @@ export interface Check {
   readonly cure?: string;
 }
 
-export interface DoctorOptions {
-  readonly home: string;
-  readonly depsDir: string;
-  /** Address the server listens on, `HOST:PORT`. */
-  readonly apiAddress: string;
-  /** `virtualization_mode`. */
-  readonly mode: string;
-  readonly kernelImagePath?: string;
-  readonly qemuBinaryPath?: string;
-}
-
 /** Looks at everything a server needs. Changes nothing. */
-export async function examine(options: DoctorOptions): Promise<Check[]> {
+export async function examine(options: Settings): Promise<Check[]> {
   const manifest = await readManifestCheck(options.depsDir);
   const kernel = await kernelCheck(options, manifest);
   const qemu = await qemuCheck(options, manifest);
@@ -270,7 +259,7 @@ function failed(name: string, error: unknown): Check {
 }
 
 async function kernelCheck(
-  options: DoctorOptions,
+  options: Settings,
   { manifest }: { manifest: InstalledManifest },
 ): Promise<{ kernel?: ResolvedKernel; checks: Check[] }> {
   const name = "guest kernel";
@@ -297,7 +286,7 @@ async function kernelCheck(
 }
 
 async function qemuCheck(
-  options: DoctorOptions,
+  options: Settings,
   { manifest }: { manifest: InstalledManifest },
 ): Promise<{ qemu?: QemuDeps; check: Check }> {
   const name = "QEMU";
@@ -324,7 +313,7 @@ async function vmmCheck(
       name,
       status: "missing",
       detail: `mode ${mode} is not one QEMU has`,
-      cure: "set AENV_VIRTUALIZATION_MODE to auto, kvm or tcg",
+      cure: "set virtualization_mode (AENV_VIRTUALIZATION_MODE) to auto, kvm or tcg",
     };
   }
   if (kernel === undefined || qemu === undefined) {
@@ -338,6 +327,8 @@ async function vmmCheck(
   try {
     const log = createLogger("doctor");
     log.level = "error";
+    // Loaded here: setup, which shares this room's front door, has no use for it.
+    const { createQemuDriver } = await import("../vmm/index.ts");
     // Without a cache directory: a verdict is found, none is kept.
     const driver = createQemuDriver({
       ...qemu,
@@ -396,18 +387,9 @@ function fileDescriptors(pid: string): string[] {
 }
 
 async function serverChecks(address: string): Promise<Check[]> {
-  const match = /^(?:\[([^\]]+)\]|([^:]*)):(\d+)$/.exec(address);
-  const port = Number(match?.[3]);
-  if (match === null || port < 1 || port > 65535) {
-    return [
-      {
-        name: "listen address",
-        status: "missing",
-        detail: `API_ADDR ${address} is not HOST:PORT`,
-        cure: "correct API_ADDR",
-      },
-    ];
-  }
+  const parsed = parseListenAddress(address);
+  assert(parsed !== undefined, `the configuration let ${address} pass`);
+  const { hostname, port } = parsed;
   const name = `port ${port}`;
   const owner = portOwner(port);
   if (!owner.listening) {
@@ -417,13 +399,8 @@ async function serverChecks(address: string): Promise<Check[]> {
     ];
   }
   const who = owner.pid === undefined ? "another process" : `${owner.command} (pid ${owner.pid})`;
-  const host =
-    match[1] !== undefined
-      ? `[${match[1]}]`
-      : match[2] === "" || match[2] === "0.0.0.0"
-        ? "127.0.0.1"
-        : match[2];
-  const health = await probeHealth(`http://${host}:${port}/health`);
+  const host = hostname === "0.0.0.0" || hostname === "::" ? "localhost" : hostname;
+  const health = await probeHealth(`http://${host.includes(":") ? `[${host}]` : host}:${port}/health`);
   if (health.healthy) {
     return [
       { name, status: "ok", detail: `in use by ${who}` },
@@ -457,10 +434,7 @@ const USAGE = `Usage: agentenv doctor [options]
 Says per prerequisite whether it is there, and what to do when it is not. Changes nothing.
 Exit code 1 when something that sandboxes need is missing.
 
-  --home DIR           state directory (default: $AENV_HOME_PATH or /var/lib/aenv)
-  --deps DIR           dependency directory (default: $AENV_DEPS_PATH or HOME/deps)
-  --kernel-image PATH  as [kernel].image_path
-  --qemu-binary PATH   as [qemu].binary_path
+${SETTINGS_HELP}
   --json               JSON instead of lines
   -h, --help           this text
 `;
@@ -475,43 +449,33 @@ export function formatChecks(checks: readonly Check[]): string {
     .join("");
 }
 
+function parseFlags(argv: string[]) {
+  return parseArgs({
+    args: argv,
+    options: { ...SETTINGS_FLAGS, json: { type: "boolean" }, help: { type: "boolean", short: "h" } },
+  }).values;
+}
+
 /** `agentenv doctor`. Exit codes: 0 all there, 1 something required is missing, 2 wrong usage. */
 export async function doctorMain(argv: string[]): Promise<number> {
-  let values: {
-    home?: string;
-    deps?: string;
-    "kernel-image"?: string;
-    "qemu-binary"?: string;
-    json?: boolean;
-    help?: boolean;
-  };
+  let flags: ReturnType<typeof parseFlags>;
   try {
-    ({ values } = parseArgs({
-      args: argv,
-      options: {
-        home: { type: "string" },
-        deps: { type: "string" },
-        "kernel-image": { type: "string" },
-        "qemu-binary": { type: "string" },
-        json: { type: "boolean" },
-        help: { type: "boolean", short: "h" },
-      },
-    }));
+    flags = parseFlags(argv);
   } catch (error) {
     process.stderr.write(`Error: ${error instanceof Error ? error.message : error}\n\n${USAGE}`);
     return 2;
   }
-  if (values.help) {
+  if (flags.help) {
     process.stdout.write(USAGE);
     return 0;
   }
-  const checks = await examine({
-    ...depsDirFrom(values),
-    apiAddress: process.env.API_ADDR || "0.0.0.0:8000",
-    mode: process.env.AENV_VIRTUALIZATION_MODE || "auto",
-    kernelImagePath: values["kernel-image"],
-    qemuBinaryPath: values["qemu-binary"],
-  });
-  process.stdout.write(values.json ? `${JSON.stringify({ checks }, null, 2)}\n` : formatChecks(checks));
+  let checks: Check[];
+  try {
+    checks = await examine(readSettings(flags, process.env));
+  } catch (error) {
+    // Without a valid configuration there is nothing to look for.
+    checks = [failed("configuration", error)];
+  }
+  process.stdout.write(flags.json ? `${JSON.stringify({ checks }, null, 2)}\n` : formatChecks(checks));
   return checks.some((check) => check.status === "missing") ? 1 : 0;
 }

@@ -1,5 +1,5 @@
 import { mkdir, rm } from "node:fs/promises";
-import { join, resolve } from "node:path";
+import { join } from "node:path";
 import { parseArgs } from "node:util";
 import { AenvError } from "../lib/errors.ts";
 import { FileLock, lockHolder } from "../lib/file-lock.ts";
@@ -12,6 +12,7 @@ import { provisionKernel } from "./kernel.ts";
 import { type InstalledManifest, readManifest, writeManifest } from "./manifest.ts";
 import { checkQemu, installedQemu, isModern, provisionQemu, recordInstalled } from "./qemu.ts";
 import { configuredKernel, oldQemuWarning, resolveRuntime } from "./resolve.ts";
+import { readSettings, SETTINGS_FLAGS, SETTINGS_HELP } from "./settings.ts";
 import type { RuntimeDeps } from "./types.ts";
 
 export interface SetupOptions {
@@ -181,65 +182,46 @@ const USAGE = `Usage: agentenv setup [options]
 Brings the guest kernel, QEMU and the guest's initial file system into the dependency directory.
 Installs nothing on the host and needs no root. Quick when everything is there.
 
-  --home DIR           state directory (default: $AENV_HOME_PATH or /var/lib/aenv)
-  --deps DIR           dependency directory (default: $AENV_DEPS_PATH or HOME/deps)
-  --kernel-image PATH  use this kernel (vmlinux or bzImage) instead, as [kernel].image_path does
-  --qemu-binary PATH   use this QEMU instead, as [qemu].binary_path does
+${SETTINGS_HELP}
   --force              install afresh what is there already
   --json               print what was set up as JSON
   -h, --help           this text
 `;
 
-/** Directories from flags and environment; relative ones count from the current directory. */
-export function depsDirFrom(values: { home?: string; deps?: string }): { home: string; depsDir: string } {
-  const home = resolve(values.home || process.env.AENV_HOME_PATH || "/var/lib/aenv");
-  const depsDir = resolve(
-    values.deps || (values.home ? "" : process.env.AENV_DEPS_PATH) || join(home, "deps"),
-  );
-  return { home, depsDir };
+function parseFlags(argv: string[]) {
+  return parseArgs({
+    args: argv,
+    options: {
+      ...SETTINGS_FLAGS,
+      force: { type: "boolean" },
+      json: { type: "boolean" },
+      help: { type: "boolean", short: "h" },
+    },
+  }).values;
 }
 
 /** `agentenv setup`. Exit codes: 0 done, 1 failed, 2 wrong usage. */
 export async function setupMain(argv: string[]): Promise<number> {
-  let values: {
-    home?: string;
-    deps?: string;
-    "kernel-image"?: string;
-    "qemu-binary"?: string;
-    force?: boolean;
-    json?: boolean;
-    help?: boolean;
-  };
+  let flags: ReturnType<typeof parseFlags>;
   try {
-    ({ values } = parseArgs({
-      args: argv,
-      options: {
-        home: { type: "string" },
-        deps: { type: "string" },
-        "kernel-image": { type: "string" },
-        "qemu-binary": { type: "string" },
-        force: { type: "boolean" },
-        json: { type: "boolean" },
-        help: { type: "boolean", short: "h" },
-      },
-    }));
+    flags = parseFlags(argv);
   } catch (error) {
     process.stderr.write(`Error: ${error instanceof Error ? error.message : error}\n\n${USAGE}`);
     return 2;
   }
-  if (values.help) {
+  if (flags.help) {
     process.stdout.write(USAGE);
     return 0;
   }
   const startedMs = performance.now();
   const progress = consoleProgress();
-  const { depsDir } = depsDirFrom(values);
   try {
+    const { depsDir, kernelImagePath, qemuBinaryPath } = readSettings(flags, process.env);
     const runtime = await provision({
       depsDir,
-      force: values.force === true,
-      kernelImagePath: values["kernel-image"],
-      qemuBinaryPath: values["qemu-binary"],
+      force: flags.force === true,
+      kernelImagePath,
+      qemuBinaryPath,
       progress,
       warn: (text) => {
         progress.finish();
@@ -247,7 +229,7 @@ export async function setupMain(argv: string[]): Promise<number> {
       },
     });
     progress.finish();
-    if (values.json) process.stdout.write(`${JSON.stringify(runtime, null, 2)}\n`);
+    if (flags.json) process.stdout.write(`${JSON.stringify(runtime, null, 2)}\n`);
     else {
       const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
       process.stdout.write(

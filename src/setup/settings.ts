@@ -1,0 +1,56 @@
+import { resolve } from "node:path";
+import { type Environment, loadConfig } from "../config/index.ts";
+
+/** What setup and doctor need of the node's configuration, flags applied. */
+export interface Settings {
+  readonly home: string;
+  readonly depsDir: string;
+  readonly kernelImagePath: string | undefined;
+  readonly qemuBinaryPath: string | undefined;
+  readonly apiAddress: string;
+  readonly mode: string;
+}
+
+/** Flags of both programs, as `parseArgs` options. */
+export const SETTINGS_FLAGS = {
+  config: { type: "string" },
+  home: { type: "string" },
+  deps: { type: "string" },
+  "kernel-image": { type: "string" },
+  "qemu-binary": { type: "string" },
+} as const;
+
+export const SETTINGS_HELP = `  --config PATH        configuration file (default: $AENV_CONFIG_PATH, else the packaged defaults)
+  --home DIR           state directory instead of home_path
+  --deps DIR           dependency directory instead of deps_path (HOME/deps)
+  --kernel-image PATH  a kernel of your own (vmlinux or bzImage), as [kernel].image_path
+  --qemu-binary PATH   a QEMU of your own, as [qemu].binary_path`;
+
+export type SettingsFlags = { readonly [name in keyof typeof SETTINGS_FLAGS]?: string };
+
+/** The same configuration the server reads; relative paths in flags count from the current directory. */
+export function readSettings(flags: SettingsFlags, env: Environment): Settings {
+  const config = loadConfig({
+    path: flags.config,
+    env: {
+      ...env,
+      ...(flags.home === undefined ? {} : { AENV_HOME_PATH: resolve(flags.home) }),
+      // --home alone moves the dependencies with it.
+      ...(flags.deps !== undefined
+        ? { AENV_DEPS_PATH: resolve(flags.deps) }
+        : flags.home !== undefined
+          ? { AENV_DEPS_PATH: undefined }
+          : {}),
+    },
+  });
+  const path = (flag: string | undefined, configured: string | undefined) =>
+    flag === undefined ? configured : resolve(flag);
+  return {
+    home: config.homePath,
+    depsDir: config.depsPath,
+    kernelImagePath: path(flags["kernel-image"], config.kernel.imagePath),
+    qemuBinaryPath: path(flags["qemu-binary"], config.qemu.binaryPath),
+    apiAddress: config.server.listen,
+    mode: config.virtualizationMode,
+  };
+}
