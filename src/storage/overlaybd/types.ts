@@ -40,6 +40,11 @@ export interface ImageConfig {
 export interface LayerStack extends Disposable {
   readonly virtualSizeBytes: number;
   readonly readOnly: boolean;
+  /**
+   * What is open now. Differs from the config given to `openStack` after a restack or seal, and when opening
+   * completed a restack that the process before died in: keep this one.
+   */
+  readonly image: ImageConfig;
   /** Fills `target` from `offsetBytes`. Holes and zeroed ranges read as zeros. */
   read(offsetBytes: number, target: Uint8Array): void;
   write(offsetBytes: number, source: Uint8Array): void;
@@ -60,7 +65,18 @@ export interface LayerStack extends Disposable {
   restack(sealedPath: string, freshUpper: UpperRef): LayerRef;
   /** Seals the upper in place, without a fresh one: the stack is read-only afterwards. */
   seal(sealedPath: string): LayerRef;
-  stats(): { upperDataBytes: number; upperLiveBytes: number; lowerCount: number };
+  stats(): StackStats;
+}
+
+export interface StackStats {
+  readonly upperDataBytes: number;
+  readonly upperLiveBytes: number;
+  readonly lowerCount: number;
+  /** Mappings in memory: of the upper, and of all lowers merged. */
+  readonly upperMappings: number;
+  readonly lowerMappings: number;
+  /** What opening noticed and repaired (an index tail without data, an interrupted restack …). */
+  readonly warnings: readonly string[];
 }
 
 export interface CommitOptions {
@@ -71,10 +87,31 @@ export interface CommitOptions {
   readonly compression?: { readonly algorithm: "lz4" | "zstd"; readonly blockSizeBytes: number };
 }
 
+export interface LayerWriterOptions {
+  readonly virtualSizeBytes: number;
+  readonly uuid?: string;
+  readonly parentUuid?: string;
+}
+
+/**
+ * Streams one layer in committed form into a file that appears, whole and synced, at `finish`. Offsets are
+ * bytes in whole sectors and must ascend. Disposing (or `abort`) drops an unfinished file.
+ */
+export interface LayerWriter extends Disposable {
+  readonly mappingCount: number;
+  append(offsetBytes: number, data: Uint8Array): void;
+  /** The range reads as zeros, also over lower layers. */
+  zero(offsetBytes: number, lengthBytes: number): void;
+  finish(): LayerRef;
+  abort(): void;
+}
+
 export interface OverlaybdRoom {
   openStack(config: ImageConfig): LayerStack;
   /** Creates an empty upper (log-structured pair or sparse file) of the given size; 0 inherits. */
   createUpper(upper: UpperRef, virtualSizeBytes: number): void;
+  /** `target` must not exist; its directory must. */
+  createLayerWriter(target: string, options: LayerWriterOptions): LayerWriter;
   /** Compacts the upper of a stack (its own mappings alone) into a committed layer at `target`. */
   commitUpper(upper: UpperRef, target: string, options: CommitOptions): LayerRef;
   /** Flattens consecutive layers (bottom to top) into one committed layer with the same content. */

@@ -1,0 +1,9 @@
+/**
+ * The overlaybd room: read-only layers (LSMT, ZFile, tar around either), the writable upper, the stack of
+ * both, and what makes layers out of uppers and other layers.
+ */
+export { inspectLayer } from "./inspect.ts";
+export { createLayerWriter } from "./layer-writer.ts";
+export { commitUpper, mergeLayers } from "./merge.ts";
+export { createUpper, openStack } from "./stack.ts";
+export type * from "./types.ts";

@@ -1,0 +1,209 @@
+import { closeSync, constants, existsSync, openSync } from "node:fs";
+import { fsync, pwrite, renameNoReplace } from "../../../ffi/io.ts";
+import { badRequest } from "./errors.ts";
+import { fsyncDirectoryOf, O_CLOEXEC, removeIfPresent, temporaryName } from "./files.ts";
+import { MAX_DISK_BYTES, parseUuid, SECTOR_BYTES } from "./lsmt/format.ts";
+import { type ByteSink, CommittedWriter } from "./lsmt/writer.ts";
+import type { CommitOptions, LayerRef, LayerWriter, LayerWriterOptions } from "./types.ts";
+import { ZFileWriter } from "./zfile/writer.ts";
+
+const BUFFER_BYTES = 1 << 20;
+
+/** Appends to a temporary file beside the target, through a buffer; published by rename when finished. */
+export class OutputFile implements ByteSink, Disposable {
+  readonly #target: string;
+  readonly #temporary: string;
+  readonly #buffer = new Uint8Array(new ArrayBuffer(BUFFER_BYTES));
+  #fd: number | undefined;
+  #buffered = 0;
+  #written = 0;
+
+  constructor(target: string) {
+    if (existsSync(target)) {
+      throw badRequest(
+        "layer_exists",
+        `${target} exists`,
+        "layers are never overwritten: choose another path",
+      );
+    }
+    this.#target = target;
+    this.#temporary = temporaryName(target);
+    this.#fd = openSync(
+      this.#temporary,
+      constants.O_RDWR | constants.O_CREAT | constants.O_EXCL | O_CLOEXEC,
+      0o600,
+    );
+  }
+
+  get position(): number {
+    return this.#written + this.#buffered;
+  }
+
+  #file(): number {
+    if (this.#fd === undefined) throw new Error(`${this.#target}: written after it was finished or aborted`);
+    return this.#fd;
+  }
+
+  append(source: Uint8Array, sourceOffset: number, lengthBytes: number): void {
+    const fd = this.#file();
+    let from = sourceOffset;
+    let left = lengthBytes;
+    if (left >= BUFFER_BYTES) {
+      this.#flush();
+      pwrite(fd, source, from, left, this.#written, this.#temporary);
+      this.#written += left;
+      return;
+    }
+    while (left > 0) {
+      const part = Math.min(left, BUFFER_BYTES - this.#buffered);
+      this.#buffer.set(source.subarray(from, from + part), this.#buffered);
+      this.#buffered += part;
+      from += part;
+      left -= part;
+      if (this.#buffered === BUFFER_BYTES) this.#flush();
+    }
+  }
+
+  #flush(): void {
+    if (this.#buffered === 0) return;
+    pwrite(this.#file(), this.#buffer, 0, this.#buffered, this.#written, this.#temporary);
+    this.#written += this.#buffered;
+    this.#buffered = 0;
+  }
+
+  /** Overwrites bytes written before. */
+  rewrite(offsetBytes: number, bytes: Uint8Array): void {
+    this.#flush();
+    pwrite(this.#file(), bytes, 0, bytes.byteLength, offsetBytes, this.#temporary);
+  }
+
+  /** Flushes, syncs and renames into place; the file is there whole or not at all. Returns its size. */
+  publish(): number {
+    this.#flush();
+    const fd = this.#file();
+    fsync(fd, this.#temporary);
+    renameNoReplace(this.#temporary, this.#target);
+    this.#fd = undefined;
+    closeSync(fd);
+    fsyncDirectoryOf(this.#target);
+    return this.#written;
+  }
+
+  /** Drops what was written, unless it has been published. */
+  [Symbol.dispose](): void {
+    if (this.#fd === undefined) return;
+    closeSync(this.#fd);
+    this.#fd = undefined;
+    removeIfPresent(this.#temporary);
+  }
+}
+
+function checkedUuid(text: string | undefined, name: string): string | undefined {
+  if (text === undefined) return undefined;
+  const uuid = parseUuid(text);
+  if (uuid === undefined) throw badRequest("invalid_uuid", `${name} ${JSON.stringify(text)} is no uuid`);
+  return uuid;
+}
+
+export function checkVirtualSize(virtualSizeBytes: number, minimum: number): void {
+  if (
+    !Number.isInteger(virtualSizeBytes) ||
+    virtualSizeBytes < minimum ||
+    virtualSizeBytes > MAX_DISK_BYTES ||
+    virtualSizeBytes % SECTOR_BYTES !== 0
+  ) {
+    throw badRequest(
+      "invalid_virtual_size",
+      `virtual size ${virtualSizeBytes}: must be a multiple of ${SECTOR_BYTES} bytes from ${minimum} to ${MAX_DISK_BYTES}`,
+    );
+  }
+}
+
+/** A layer in committed form being written, compressed or not. */
+export class LayerFileWriter implements LayerWriter {
+  readonly #target: string;
+  readonly #uuid: string | undefined;
+  readonly #virtualSizeBytes: number;
+  readonly #output: OutputFile;
+  readonly #zfile: ZFileWriter | undefined;
+  readonly #writer: CommittedWriter;
+
+  constructor(target: string, options: LayerWriterOptions & Pick<CommitOptions, "compression">) {
+    checkVirtualSize(options.virtualSizeBytes, 0);
+    const identity = {
+      virtualSizeBytes: options.virtualSizeBytes,
+      uuid: checkedUuid(options.uuid, "uuid"),
+      parentUuid: checkedUuid(options.parentUuid, "parent uuid"),
+    };
+    this.#target = target;
+    this.#uuid = identity.uuid;
+    this.#virtualSizeBytes = options.virtualSizeBytes;
+    using cleanup = new DisposableStack();
+    this.#output = cleanup.use(new OutputFile(target));
+    this.#zfile =
+      options.compression === undefined
+        ? undefined
+        : cleanup.use(new ZFileWriter(this.#output, options.compression));
+    this.#writer = new CommittedWriter(this.#zfile ?? this.#output, identity);
+    cleanup.move();
+  }
+
+  #range(offsetBytes: number, lengthBytes: number): void {
+    if (
+      !(offsetBytes >= 0 && lengthBytes >= 0) ||
+      offsetBytes % SECTOR_BYTES !== 0 ||
+      lengthBytes % SECTOR_BYTES !== 0
+    ) {
+      throw badRequest("invalid_range", `range ${offsetBytes}+${lengthBytes} is not in whole sectors`);
+    }
+    if (offsetBytes + lengthBytes > this.#virtualSizeBytes) {
+      throw badRequest(
+        "invalid_range",
+        `range ${offsetBytes}+${lengthBytes} ends behind the virtual size ${this.#virtualSizeBytes}`,
+      );
+    }
+    if (offsetBytes < this.#writer.nextSector * SECTOR_BYTES) {
+      throw badRequest(
+        "invalid_range",
+        `range ${offsetBytes}+${lengthBytes} begins before the end of the previous one: offsets must ascend`,
+      );
+    }
+  }
+
+  get mappingCount(): number {
+    return this.#writer.mappingCount;
+  }
+
+  append(offsetBytes: number, data: Uint8Array): void {
+    this.#range(offsetBytes, data.byteLength);
+    if (data.byteLength === 0) return;
+    this.#writer.data(offsetBytes / SECTOR_BYTES, data, 0, data.byteLength / SECTOR_BYTES);
+  }
+
+  zero(offsetBytes: number, lengthBytes: number): void {
+    this.#range(offsetBytes, lengthBytes);
+    if (lengthBytes === 0) return;
+    this.#writer.zero(offsetBytes / SECTOR_BYTES, lengthBytes / SECTOR_BYTES);
+  }
+
+  finish(): LayerRef {
+    this.#writer.finish();
+    this.#zfile?.finish((header) => this.#output.rewrite(0, header));
+    const size = this.#output.publish();
+    this.#zfile?.[Symbol.dispose]();
+    return { file: this.#target, size, ...(this.#uuid === undefined ? {} : { uuid: this.#uuid }) };
+  }
+
+  abort(): void {
+    this.#zfile?.[Symbol.dispose]();
+    this.#output[Symbol.dispose]();
+  }
+
+  [Symbol.dispose](): void {
+    this.abort();
+  }
+}
+
+export function createLayerWriter(target: string, options: LayerWriterOptions): LayerWriter {
+  return new LayerFileWriter(target, options);
+}

@@ -1,0 +1,200 @@
+import {
+  closeSync,
+  existsSync,
+  fsyncSync,
+  openSync,
+  readFileSync,
+  renameSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
+import { AenvError } from "../../lib/errors.ts";
+import { fsyncDirectoryOf, removeIfPresent, temporaryName } from "./files.ts";
+import { inspectLayer } from "./inspect.ts";
+import { readDataHeader } from "./lsmt/upper.ts";
+import type { ImageConfig, LayerRef, UpperRef } from "./types.ts";
+
+/**
+ * A restack changes three things at three moments: the upper's data file gets a trailer, is renamed to the
+ * sealed path, and a fresh upper takes its place; later the owner of the image config stores the new one.
+ * A record beside the upper (`<data>.restack`) is written before the first and says what is meant, so that
+ * opening the old config after a crash finds out:
+ *
+ * - the data file still has its place: the old state. A trailer on it is cut off again (Upper), fresh files
+ *   are removed.
+ * - the data file is at the sealed path and the fresh upper exists (in place or waiting beside it): the new
+ *   state. What is missing is done and the stack opens as `[...lowers, sealed]` + fresh, with every write
+ *   that was acknowledged on either.
+ *
+ * Fresh files that replace the old ones by name wait as `<name>.fresh`.
+ */
+export interface RestackRecord {
+  /** Files of the lowers before. */
+  readonly lowers: readonly string[];
+  readonly sealedPath: string;
+  readonly sealedUuid: string;
+  readonly fresh: UpperRef;
+  readonly freshUuid: string;
+}
+
+export function recordPath(upper: UpperRef): string {
+  return `${upper.data}.restack`;
+}
+
+/** Where a fresh upper's files lie until the old ones are gone: same name, or `.fresh` behind it. */
+export function waitingUpper(fresh: UpperRef, old: UpperRef): UpperRef {
+  const taken = new Set([old.data, old.index].filter((file) => file !== undefined));
+  const wait = (file: string) => (taken.has(file) ? `${file}.fresh` : file);
+  return {
+    ...fresh,
+    data: wait(fresh.data),
+    ...(fresh.index === undefined ? {} : { index: wait(fresh.index) }),
+  };
+}
+
+function isRecord(value: unknown): value is RestackRecord {
+  if (typeof value !== "object" || value === null) return false;
+  const record = value as Partial<Record<keyof RestackRecord, unknown>>;
+  const fresh = record.fresh as Partial<Record<keyof UpperRef, unknown>> | undefined;
+  return (
+    Array.isArray(record.lowers) &&
+    record.lowers.every((lower) => typeof lower === "string") &&
+    typeof record.sealedPath === "string" &&
+    typeof record.sealedUuid === "string" &&
+    typeof record.freshUuid === "string" &&
+    typeof fresh === "object" &&
+    fresh !== null &&
+    typeof fresh.data === "string" &&
+    (fresh.index === undefined || typeof fresh.index === "string")
+  );
+}
+
+/** Records of restacks of the upper at this path, oldest first. */
+export function readRecords(upper: UpperRef): RestackRecord[] {
+  const file = recordPath(upper);
+  if (!existsSync(file)) return [];
+  let parsed: unknown;
+  try {
+    parsed = JSON.parse(readFileSync(file, "utf8"));
+  } catch (error) {
+    throw new AenvError({
+      code: "restack_record_invalid",
+      message: `${file} is no JSON`,
+      remediation: "the file is written atomically, so the disk is damaged: restore it from a backup",
+      cause: error,
+    });
+  }
+  if (!Array.isArray(parsed) || !parsed.every(isRecord)) {
+    throw new AenvError({ code: "restack_record_invalid", message: `${file} is no restack record` });
+  }
+  return parsed;
+}
+
+export function writeRecords(upper: UpperRef, records: readonly RestackRecord[]): void {
+  const file = recordPath(upper);
+  if (records.length === 0) {
+    removeIfPresent(file);
+    return;
+  }
+  const temporary = temporaryName(file);
+  try {
+    writeFileSync(temporary, JSON.stringify(records), { mode: 0o600, flag: "wx" });
+    const fd = openSync(temporary, "r");
+    try {
+      fsyncSync(fd);
+    } finally {
+      closeSync(fd);
+    }
+    renameSync(temporary, file);
+  } catch (error) {
+    removeIfPresent(temporary);
+    throw error;
+  }
+  fsyncDirectoryOf(file);
+}
+
+/** Puts the waiting fresh files in place of the old ones and removes an old index that is not replaced. */
+export function placeFresh(fresh: UpperRef, old: UpperRef): void {
+  const waiting = waitingUpper(fresh, old);
+  // Data last: while it still waits, the record tells that the work is not done.
+  if (fresh.index !== undefined && waiting.index !== undefined && waiting.index !== fresh.index) {
+    if (existsSync(waiting.index)) renameSync(waiting.index, fresh.index);
+  }
+  if (waiting.data !== fresh.data && existsSync(waiting.data)) renameSync(waiting.data, fresh.data);
+  fsyncDirectoryOf(fresh.data);
+  if (fresh.index !== undefined) fsyncDirectoryOf(fresh.index);
+  if (old.index !== undefined && old.index !== fresh.index && old.index !== fresh.data)
+    removeIfPresent(old.index);
+}
+
+export function removeFresh(fresh: UpperRef, old: UpperRef): void {
+  const waiting = waitingUpper(fresh, old);
+  removeIfPresent(waiting.data);
+  if (waiting.index !== undefined) removeIfPresent(waiting.index);
+}
+
+function sameFile(a: string, b: string): boolean {
+  if (!existsSync(a) || !existsSync(b)) return false;
+  const left = statSync(a, { bigint: true });
+  const right = statSync(b, { bigint: true });
+  return left.dev === right.dev && left.ino === right.ino;
+}
+
+function headerUuid(file: string): string | undefined {
+  return readDataHeader(file)?.uuid;
+}
+
+/** Carries out what `record` says for an upper that is still configured as `upper`; undefined: old state. */
+function rollForward(upper: UpperRef, record: RestackRecord): LayerRef | undefined {
+  const linkedTwice = sameFile(upper.data, record.sealedPath);
+  if (!linkedTwice && headerUuid(upper.data) === record.sealedUuid) {
+    removeFresh(record.fresh, upper);
+    return undefined;
+  }
+  if (!existsSync(record.sealedPath)) return undefined;
+  const waiting = waitingUpper(record.fresh, upper);
+  const fresh = [waiting.data, record.fresh.data].find((file) => headerUuid(file) === record.freshUuid);
+  if (fresh === undefined) return undefined;
+  const sealed = inspectLayer(record.sealedPath);
+  if (sealed.uuid !== record.sealedUuid) return undefined;
+  if (linkedTwice && waiting.data === record.fresh.data) removeIfPresent(upper.data);
+  placeFresh(record.fresh, upper);
+  return {
+    file: record.sealedPath,
+    uuid: record.sealedUuid,
+    size: statSync(record.sealedPath).size,
+  };
+}
+
+/**
+ * Completes or drops restacks that were under way when the process before died. Returns the config to open
+ * (the given one when there is nothing to do) and what was done.
+ */
+export function recoverRestack(config: ImageConfig): { config: ImageConfig; warnings: string[] } {
+  const warnings: string[] = [];
+  let current = config;
+  for (let round = 0; round < 256; round++) {
+    const { upper } = current;
+    if (upper === undefined) break;
+    const records = readRecords(upper);
+    if (records.length === 0) break;
+    const files = current.lowers.map((lower) => lower.file);
+    const next = records.find(
+      (record) =>
+        record.lowers.length === files.length && record.lowers.every((file, i) => file === files[i]),
+    );
+    if (next === undefined) {
+      // The stored config is past these records (or of another stack): they have served.
+      writeRecords(upper, []);
+      break;
+    }
+    const sealed = rollForward(upper, next);
+    if (sealed === undefined) {
+      writeRecords(upper, records.slice(0, records.indexOf(next)));
+      break;
+    }
+    warnings.push(`an interrupted restack of ${upper.data} was completed: ${sealed.file} is a lower now`);
+    current = { ...current, lowers: [...current.lowers, sealed], upper: next.fresh };
+  }
+  return { config: current, warnings };
+}

@@ -1,0 +1,495 @@
+import { existsSync, statSync } from "node:fs";
+import { dirname } from "node:path";
+import { renameNoReplace } from "../../../ffi/io.ts";
+import { AenvError } from "../../lib/errors.ts";
+import { badRequest } from "./errors.ts";
+import { fsyncDirectoryOf, removeIfPresent } from "./files.ts";
+import { checkVirtualSize } from "./layer-writer.ts";
+import { type FlatIndex, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
+import { BLOCK_SECTORS, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
+import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
+import { createUpperFiles, Upper } from "./lsmt/upper.ts";
+import { openLayer } from "./open-layer.ts";
+import {
+  placeFresh,
+  type RestackRecord,
+  readRecords,
+  recordPath,
+  recoverRestack,
+  removeFresh,
+  waitingUpper,
+  writeRecords,
+} from "./restack.ts";
+import type { ReadSource } from "./source.ts";
+import type { ImageConfig, LayerRef, LayerStack, StackStats, UpperRef } from "./types.ts";
+
+const MAX_LOWERS = 255;
+/** A sparse upper keeps data in whole blocks of the file system. */
+const SPARSE_BLOCK_SECTORS = BLOCK_SECTORS;
+const COPY_BYTES = 1 << 20;
+/** Extents are looked up in windows of this many sectors, so that a generator needs no callback into itself. */
+const EXTENT_WINDOW_SECTORS = 1 << 21;
+
+interface Lower {
+  readonly ref: LayerRef;
+  readonly source: ReadSource;
+  readonly uuid: string | undefined;
+}
+
+class Stack implements LayerStack {
+  readonly virtualSizeBytes: number;
+  readonly #warnings: string[];
+  readonly #lowers: Lower[];
+  #base: FlatIndex;
+  #upper: Upper | undefined;
+  #broken: AenvError | undefined;
+  #open = true;
+  readonly #plan = new ReadPlan();
+
+  constructor(
+    virtualSizeBytes: number,
+    lowers: Lower[],
+    base: FlatIndex,
+    upper: Upper | undefined,
+    warnings: readonly string[],
+  ) {
+    this.virtualSizeBytes = virtualSizeBytes;
+    this.#lowers = lowers;
+    this.#base = base;
+    this.#upper = upper;
+    this.#warnings = [...warnings, ...(upper?.warnings ?? [])];
+  }
+
+  get readOnly(): boolean {
+    return this.#upper === undefined;
+  }
+
+  get image(): ImageConfig {
+    return {
+      lowers: this.#lowers.map((lower) => lower.ref),
+      ...(this.#upper === undefined ? {} : { upper: this.#upper.ref }),
+      virtualSizeBytes: this.virtualSizeBytes,
+    };
+  }
+
+  #check(offsetBytes: number, lengthBytes: number): void {
+    if (!this.#open) throw new Error("layer stack: used after close");
+    if (this.#broken !== undefined) throw this.#broken;
+    if (
+      !(offsetBytes >= 0 && lengthBytes >= 0) ||
+      offsetBytes % SECTOR_BYTES !== 0 ||
+      lengthBytes % SECTOR_BYTES !== 0
+    ) {
+      throw badRequest(
+        "invalid_range",
+        `range ${offsetBytes}+${lengthBytes} is not in whole sectors of 512 bytes`,
+      );
+    }
+    if (offsetBytes + lengthBytes > this.virtualSizeBytes) {
+      throw badRequest(
+        "out_of_range",
+        `range ${offsetBytes}+${lengthBytes} ends behind the disk of ${this.virtualSizeBytes} bytes`,
+      );
+    }
+  }
+
+  #writable(): Upper {
+    if (this.#upper === undefined) throw badRequest("read_only", "the layer stack is read-only");
+    return this.#upper;
+  }
+
+  read(offsetBytes: number, target: Uint8Array): void {
+    this.#check(offsetBytes, target.byteLength);
+    this.#readSectors(offsetBytes / SECTOR_BYTES, target, target.byteLength / SECTOR_BYTES);
+  }
+
+  #readSectors(sector: number, target: Uint8Array, sectors: number): void {
+    const plan = this.#plan;
+    planRead(this.#upper?.index, this.#lowers.length, this.#base, sector, sectors, plan);
+    let at = 0;
+    for (let i = 0; i < plan.count; i++) {
+      const length = plan.lengths[i]! * SECTOR_BYTES;
+      const layer = plan.layers[i]!;
+      if (layer < 0) target.fill(0, at, at + length);
+      else this.#source(layer).read(plan.moffsets[i]! * SECTOR_BYTES, target, at, length);
+      at += length;
+    }
+  }
+
+  #source(layer: number): ReadSource {
+    const source = layer === this.#lowers.length ? this.#upper?.source : this.#lowers[layer]?.source;
+    if (source === undefined)
+      throw new Error(`internal error, please report: no layer ${layer} in the stack`);
+    return source;
+  }
+
+  write(offsetBytes: number, source: Uint8Array): void {
+    this.#check(offsetBytes, source.byteLength);
+    const upper = this.#writable();
+    const sector = offsetBytes / SECTOR_BYTES;
+    const sectors = source.byteLength / SECTOR_BYTES;
+    if (upper.mode === "sparse") this.#writeSparse(upper, sector, source, sectors);
+    else upper.write(sector, source, 0, sectors);
+  }
+
+  /**
+   * A sparse upper finds its data again by what is allocated, in whole file system blocks: the rest of a
+   * block that is written in part must be there, too, or it would hide the lowers with zeros later.
+   */
+  #writeSparse(upper: Upper, sector: number, source: Uint8Array, sectors: number): void {
+    const end = sector + sectors;
+    const diskEnd = this.virtualSizeBytes / SECTOR_BYTES;
+    const first = sector - (sector % SPARSE_BLOCK_SECTORS);
+    const last = Math.min(diskEnd, Math.ceil(end / SPARSE_BLOCK_SECTORS) * SPARSE_BLOCK_SECTORS);
+    if (first === sector && last === end) {
+      upper.write(sector, source, 0, sectors);
+      return;
+    }
+    const whole = new Uint8Array(new ArrayBuffer((last - first) * SECTOR_BYTES));
+    this.#readSectors(first, whole, last - first);
+    whole.set(source, (sector - first) * SECTOR_BYTES);
+    upper.write(first, whole, 0, last - first);
+  }
+
+  discard(offsetBytes: number, lengthBytes: number): void {
+    this.#check(offsetBytes, lengthBytes);
+    const upper = this.#writable();
+    const sector = offsetBytes / SECTOR_BYTES;
+    const sectors = lengthBytes / SECTOR_BYTES;
+    if (sectors === 0) return;
+    if (upper.mode === "sparse") this.#discardSparse(upper, sector, sectors);
+    else if (this.#lowers.length === 0) upper.discard(sector, sectors);
+    else this.#discardMapped(upper, sector, sectors);
+  }
+
+  /** Over lowers a mapping is needed only where something is mapped: discarding a blank disk costs nothing. */
+  #discardMapped(upper: Upper, sector: number, sectors: number): void {
+    for (let done = 0; done < sectors; ) {
+      const piece = Math.min(sectors - done, MAX_MAPPING_SECTORS);
+      let hasData = false;
+      const from = sector + done;
+      visitStack(upper.index, this.#lowers.length, this.#base, from, piece, (_o, _l, _layer, _m, zeroed) => {
+        if (!zeroed) hasData = true;
+      });
+      if (hasData) upper.discard(from, piece);
+      done += piece;
+    }
+  }
+
+  /** Holes show the lowers when the file is opened again: over data of lowers real zeros are written. */
+  #discardSparse(upper: Upper, sector: number, sectors: number): void {
+    const covered: [offset: number, length: number][] = [];
+    visitFlat(this.#base, sector, sectors, (offset, length, _layer, _moffset, zeroed) => {
+      if (!zeroed) covered.push([offset, length]);
+    });
+    let position = sector;
+    const zeros = new Uint8Array(new ArrayBuffer(covered.length > 0 ? COPY_BYTES : 0));
+    for (const [offset, length] of covered) {
+      if (offset > position) upper.discard(position, offset - position);
+      for (let done = 0; done < length; ) {
+        const piece = Math.min(length - done, COPY_BYTES / SECTOR_BYTES);
+        this.#writeSparse(upper, offset + done, zeros.subarray(0, piece * SECTOR_BYTES), piece);
+        done += piece;
+      }
+      position = offset + length;
+    }
+    if (position < sector + sectors) upper.discard(position, sector + sectors - position);
+  }
+
+  flush(): void {
+    this.#check(0, 0);
+    this.#upper?.flush();
+  }
+
+  *mappedExtents(
+    layers: "all" | "upper",
+  ): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }> {
+    this.#check(0, 0);
+    const total = this.virtualSizeBytes / SECTOR_BYTES;
+    let pending: { offset: number; length: number; zeroed: boolean } | undefined;
+    const out = (extent: { offset: number; length: number; zeroed: boolean }) => ({
+      offsetBytes: extent.offset * SECTOR_BYTES,
+      lengthBytes: extent.length * SECTOR_BYTES,
+      zeroed: extent.zeroed,
+    });
+    for (let start = 0; start < total; start += EXTENT_WINDOW_SECTORS) {
+      const found: { offset: number; length: number; zeroed: boolean }[] = [];
+      const collect = (offset: number, length: number, zeroed: boolean) => {
+        const last = found.at(-1) ?? pending;
+        if (last !== undefined && last.offset + last.length === offset && last.zeroed === zeroed) {
+          last.length += length;
+        } else {
+          found.push({ offset, length, zeroed });
+        }
+      };
+      const sectors = Math.min(EXTENT_WINDOW_SECTORS, total - start);
+      if (layers === "upper") {
+        this.#upper?.index.visit(start, sectors, (offset, length, _moffset, zeroed) => {
+          collect(offset, length, zeroed);
+        });
+      } else {
+        visitStack(
+          this.#upper?.index,
+          this.#lowers.length,
+          this.#base,
+          start,
+          sectors,
+          (offset, length, _layer, _moffset, zeroed) => {
+            collect(offset, length, zeroed);
+          },
+        );
+      }
+      for (const extent of found) {
+        if (pending !== undefined) yield out(pending);
+        pending = extent;
+      }
+    }
+    if (pending !== undefined) yield out(pending);
+  }
+
+  restack(sealedPath: string, freshUpper: UpperRef): LayerRef {
+    return this.#seal(sealedPath, freshUpper);
+  }
+
+  seal(sealedPath: string): LayerRef {
+    return this.#seal(sealedPath, undefined);
+  }
+
+  #seal(sealedPath: string, freshUpper: UpperRef | undefined): LayerRef {
+    this.#check(0, 0);
+    const upper = this.#writable();
+    const old = upper.ref;
+    if (this.#lowers.length + 1 > MAX_LOWERS) {
+      throw badRequest(
+        "too_many_layers",
+        `a stack has at most ${MAX_LOWERS} lowers`,
+        "merge some of its layers into one first",
+      );
+    }
+    if (existsSync(sealedPath)) {
+      throw badRequest(
+        "layer_exists",
+        `${sealedPath} exists`,
+        "layers are never overwritten: choose another path",
+      );
+    }
+    const directory = dirname(sealedPath);
+    if (!existsSync(directory)) throw badRequest("directory_missing", `${directory} does not exist`);
+    if (statSync(directory).dev !== statSync(dirname(old.data)).dev) {
+      throw badRequest(
+        "cross_device",
+        `${sealedPath} is on another file system than ${old.data}`,
+        "sealing renames the data file: choose a path on its file system",
+      );
+    }
+    const uuid = upper.uuid;
+    if (uuid === undefined) {
+      throw badRequest(
+        "upper_without_uuid",
+        `upper ${old.data} has no uuid, so an interrupted sealing could not be told apart`,
+        "commit it into a new layer instead",
+      );
+    }
+    try {
+      if (freshUpper === undefined) return this.#sealOnly(upper, uuid, sealedPath);
+      const fresh: UpperRef = { ...freshUpper, mode: freshUpper.mode ?? upper.mode };
+      return this.#restackOnto(upper, uuid, sealedPath, fresh);
+    } catch (error) {
+      // A way back that failed, too: what is on disk is for recovery to sort out, not for more writes.
+      throw error instanceof SuppressedError ? this.#terminal(sealedPath, error) : error;
+    }
+  }
+
+  #restackOnto(upper: Upper, uuid: string, sealedPath: string, fresh: UpperRef): LayerRef {
+    const old = upper.ref;
+    const waiting = waitingUpper(fresh, old);
+    if (waiting.data !== fresh.data) removeFresh(fresh, old);
+    const records = readRecords(old);
+    using undo = new DisposableStack();
+    const freshUuid = createUpperFiles(waiting, {
+      virtualSizeBytes: this.virtualSizeBytes,
+      parentUuid: uuid,
+    });
+    undo.defer(() => removeFresh(fresh, old));
+    const record: RestackRecord = {
+      lowers: this.#lowers.map((lower) => lower.ref.file),
+      sealedPath,
+      sealedUuid: uuid,
+      fresh,
+      freshUuid,
+    };
+    writeRecords(old, [...records, record]);
+    undo.defer(() => writeRecords(old, records));
+    const sealed = this.#publishSealed(upper, sealedPath, undo);
+    // From here on the way back is only a rename away until the fresh files replace the old index.
+    let next: Upper;
+    try {
+      placeFresh(fresh, old);
+      next = new Upper(fresh, { readOnly: false });
+    } catch (error) {
+      undo.move();
+      throw this.#terminal(sealedPath, error);
+    }
+    undo.move();
+    return this.#adopt(upper, sealed, sealedPath, uuid, next);
+  }
+
+  #sealOnly(upper: Upper, uuid: string, sealedPath: string): LayerRef {
+    const old = upper.ref;
+    using undo = new DisposableStack();
+    const sealed = this.#publishSealed(upper, sealedPath, undo);
+    undo.move();
+    const ref = this.#adopt(upper, sealed, sealedPath, uuid, undefined);
+    if (old.index !== undefined) removeIfPresent(old.index);
+    removeIfPresent(recordPath(old));
+    return ref;
+  }
+
+  /** Appends the trailer and renames; `undo` gets the way back. */
+  #publishSealed(
+    upper: Upper,
+    sealedPath: string,
+    undo: DisposableStack,
+  ): { index: (layer: number) => FlatIndex; size: number } {
+    const sealed = upper.sealInPlace();
+    undo.defer(sealed.undo);
+    const size = upper.fileSizeBytes();
+    renameNoReplace(upper.ref.data, sealedPath);
+    undo.defer(() => renameNoReplace(sealedPath, upper.ref.data));
+    fsyncDirectoryOf(sealedPath);
+    if (dirname(sealedPath) !== dirname(upper.ref.data)) fsyncDirectoryOf(upper.ref.data);
+    return { index: sealed.index, size };
+  }
+
+  #terminal(sealedPath: string, cause: unknown): AenvError {
+    this.#broken = new AenvError({
+      code: "restack_terminal",
+      message: `restack: the layer was sealed as ${sealedPath} but the fresh upper could not take its place`,
+      remediation: "open the image again: that completes the restack",
+      cause,
+    });
+    return this.#broken;
+  }
+
+  #adopt(
+    upper: Upper,
+    sealed: { index: (layer: number) => FlatIndex; size: number },
+    sealedPath: string,
+    uuid: string,
+    next: Upper | undefined,
+  ): LayerRef {
+    const ref: LayerRef = { file: sealedPath, size: sealed.size, uuid };
+    const layer = this.#lowers.length;
+    this.#base = mergeFlat(sealed.index(layer), this.#base);
+    upper.handOverData();
+    this.#lowers.push({ ref, source: upper.source, uuid });
+    this.#upper = next;
+    return ref;
+  }
+
+  stats(): StackStats {
+    return {
+      upperDataBytes: this.#upper?.dataBytes ?? 0,
+      upperLiveBytes: (this.#upper?.index.dataSectors ?? 0) * SECTOR_BYTES,
+      lowerCount: this.#lowers.length,
+      upperMappings: this.#upper?.index.count ?? 0,
+      lowerMappings: this.#base.count,
+      warnings: this.#warnings,
+    };
+  }
+
+  [Symbol.dispose](): void {
+    if (!this.#open) return;
+    this.#open = false;
+    for (const lower of this.#lowers) lower.source[Symbol.dispose]();
+    this.#upper?.[Symbol.dispose]();
+  }
+}
+
+/** Opens the lowers: sources, sizes and one merged index whose tags are positions in the list. */
+export function openLowers(refs: readonly LayerRef[]): {
+  lowers: Lower[];
+  base: FlatIndex;
+  inheritedSizeBytes: number;
+  topUuid: string | undefined;
+  bottomParentUuid: string | undefined;
+} & Disposable {
+  if (refs.length > MAX_LOWERS) {
+    throw badRequest(
+      "too_many_layers",
+      `${refs.length} lowers, at most ${MAX_LOWERS} are possible`,
+      "merge some",
+    );
+  }
+  using cleanup = new DisposableStack();
+  const lowers: Lower[] = [];
+  const indexes: FlatIndex[] = [];
+  let inheritedSizeBytes = 0;
+  let topUuid: string | undefined;
+  let bottomParentUuid: string | undefined;
+  for (const [number, ref] of refs.entries()) {
+    const layer = openLayer(ref.file, number);
+    cleanup.use(layer.source);
+    const { header, trailer } = layer.blocks;
+    const uuid = trailer.uuid ?? header.uuid;
+    if (trailer.virtualSizeBytes !== 0) inheritedSizeBytes = trailer.virtualSizeBytes;
+    if (number === 0) bottomParentUuid = header.parentUuid ?? trailer.parentUuid;
+    topUuid = uuid;
+    lowers.push({ ref, source: layer.source, uuid });
+    indexes.push(layer.index);
+  }
+  const base = mergeAll(indexes);
+  const owned = cleanup.move();
+  return {
+    lowers,
+    base,
+    inheritedSizeBytes,
+    topUuid,
+    bottomParentUuid,
+    [Symbol.dispose]: () => owned[Symbol.dispose](),
+  };
+}
+
+/** See OverlaybdRoom.openStack. */
+export function openStack(given: ImageConfig): LayerStack {
+  if (given.virtualSizeBytes !== undefined) checkVirtualSize(given.virtualSizeBytes, SECTOR_BYTES);
+  const { config, warnings } = recoverRestack(given);
+  using cleanup = new DisposableStack();
+  const opened = cleanup.use(openLowers(config.lowers));
+  const wanted = config.virtualSizeBytes ?? opened.inheritedSizeBytes;
+  const noSize = () =>
+    badRequest(
+      "virtual_size_missing",
+      "no layer has a size and the image config gives none",
+      "set virtualSizeBytes in the image config",
+    );
+  let upper: Upper | undefined;
+  if (config.upper !== undefined) {
+    if (!existsSync(config.upper.data)) {
+      if (wanted === 0) throw noSize();
+      createUpperFiles(config.upper, { virtualSizeBytes: wanted, parentUuid: opened.topUuid });
+    }
+    upper = cleanup.use(new Upper(config.upper, { readOnly: false, inheritedSizeBytes: wanted }));
+  }
+  const size = upper === undefined || upper.virtualSizeBytes === 0 ? wanted : upper.virtualSizeBytes;
+  if (size === 0) throw noSize();
+  if (config.virtualSizeBytes !== undefined && config.virtualSizeBytes !== size) {
+    throw badRequest(
+      "virtual_size_mismatch",
+      `the image config wants a disk of ${config.virtualSizeBytes} bytes, the upper ${config.upper?.data} has ${size}`,
+    );
+  }
+  const stack = new Stack(size, opened.lowers, opened.base, upper, warnings);
+  cleanup.move();
+  return stack;
+}
+
+/** See OverlaybdRoom.createUpper. */
+export function createUpper(upper: UpperRef, virtualSizeBytes: number): void {
+  checkVirtualSize(virtualSizeBytes, 0);
+  if (upper.mode === "sparse" && virtualSizeBytes === 0) {
+    throw badRequest("invalid_virtual_size", "a sparse upper needs its size when it is created");
+  }
+  createUpperFiles(upper, { virtualSizeBytes });
+  removeIfPresent(recordPath(upper));
+}

@@ -1,0 +1,244 @@
+import { CODEC_ALGORITHMS, Codec, type CodecAlgorithm, crc32cRaw } from "../../../../ffi/codec.ts";
+import { invalidLayer } from "../errors.ts";
+import { type ReadSource, readUpTo } from "../source.ts";
+import {
+  decodeZFileBlock,
+  hasZFileMagic,
+  ZFILE_BLOCK_BYTES,
+  ZFILE_CHECKSUM_BYTES,
+  ZFILE_GROUP_BYTES,
+  ZFILE_MAX_BLOCK_SIZE,
+  ZFILE_MIN_BLOCK_SIZE,
+  type ZFileBlock,
+  ZFLAG_DATA,
+  ZFLAG_DIGEST,
+  ZFLAG_HEADER,
+  ZFLAG_OVERWRITTEN,
+  ZFLAG_SEALED,
+} from "./format.ts";
+
+const MAX_BLOCKS = 1_000_000_000;
+/** Blocks per absolute offset in memory: in between, 32-bit offsets relative to it. */
+const SPAN_BITS = 10;
+/** Compressed bytes read at once. */
+const READ_BYTES = 256 * 1024;
+const TABLE_BATCH_BYTES = 1 << 20;
+
+/** True when the bytes begin like a ZFile. Not both magics, or no header bit: the bytes are used as they are. */
+export function looksLikeZFile(source: ReadSource): boolean {
+  const head = readUpTo(source, 0, ZFILE_BLOCK_BYTES);
+  return hasZFileMagic(head) && (head[32]! & ZFLAG_HEADER) !== 0;
+}
+
+function algorithmOf(block: ZFileBlock, file: string): CodecAlgorithm {
+  for (const [name, number] of Object.entries(CODEC_ALGORITHMS)) {
+    if (number === block.algorithm && (name === "lz4" || name === "zstd")) return name;
+  }
+  throw invalidLayer(file, 76, `ZFile algorithm ${block.algorithm} is not known (1 lz4, 2 zstd)`);
+}
+
+function readFields(source: ReadSource): { fields: ZFileBlock; tableLimit: number } {
+  const { name, sizeBytes } = source;
+  const header = decodeZFileBlock(readUpTo(source, 0, ZFILE_BLOCK_BYTES), name, 0, true);
+  if ((header.flags & ZFLAG_OVERWRITTEN) !== 0) return { fields: header, tableLimit: sizeBytes };
+  const at = sizeBytes - ZFILE_BLOCK_BYTES;
+  if (at < ZFILE_BLOCK_BYTES) throw invalidLayer(name, sizeBytes, "ZFile ends before its trailer");
+  const bytes = readUpTo(source, at, ZFILE_BLOCK_BYTES);
+  if (!hasZFileMagic(bytes)) throw invalidLayer(name, at, "ZFile trailer (last 512 bytes) has no magic");
+  const trailer = decodeZFileBlock(bytes, name, at, false);
+  const wanted = ZFLAG_DATA | ZFLAG_SEALED;
+  if ((trailer.flags & ZFLAG_HEADER) !== 0 || (trailer.flags & wanted) !== wanted) {
+    throw invalidLayer(
+      name,
+      at + 32,
+      `ZFile trailer flags 0x${trailer.flags.toString(16)} are not those of a trailer`,
+    );
+  }
+  return { fields: trailer, tableLimit: at };
+}
+
+/** Random access to the bytes inside a ZFile. Owns `source`. */
+export class ZFileSource implements ReadSource {
+  readonly name: string;
+  readonly sizeBytes: number;
+  readonly #source: ReadSource;
+  readonly #codec: Codec;
+  readonly #algorithm: CodecAlgorithm;
+  readonly #verify: boolean;
+  readonly #blockSize: number;
+  readonly #blocks: number;
+  /** Start of block i: spans[i >> SPAN_BITS] + relative[i]; entry `blocks` is the end of the last block. */
+  readonly #spans: Float64Array;
+  readonly #relative: Uint32Array;
+  readonly #compressed: Uint8Array;
+  /** The last block that was wanted in part. */
+  readonly #cached: Uint8Array;
+  #cachedBlock = -1;
+
+  constructor(source: ReadSource) {
+    const { fields, tableLimit } = readFields(source);
+    this.name = `${source.name} (zfile)`;
+    this.#source = source;
+    this.#algorithm = algorithmOf(fields, source.name);
+    this.#verify = fields.verify;
+    this.#blockSize = fields.blockSizeBytes;
+    this.sizeBytes = fields.originalSizeBytes;
+    const size = this.#blockSize;
+    if (size < ZFILE_MIN_BLOCK_SIZE || size > ZFILE_MAX_BLOCK_SIZE || (size & (size - 1)) !== 0) {
+      throw invalidLayer(
+        source.name,
+        72,
+        `ZFile block size ${size} is no power of two up to ${ZFILE_MAX_BLOCK_SIZE}`,
+      );
+    }
+    if (fields.indexSize > MAX_BLOCKS) {
+      throw invalidLayer(
+        source.name,
+        48,
+        `ZFile of ${fields.indexSize} blocks, at most ${MAX_BLOCKS} are allowed`,
+      );
+    }
+    if (fields.indexSize !== Math.ceil(this.sizeBytes / size)) {
+      throw invalidLayer(
+        source.name,
+        48,
+        `ZFile of ${fields.indexSize} blocks of ${size} bytes cannot hold ${this.sizeBytes} bytes`,
+      );
+    }
+    this.#blocks = fields.indexSize;
+    if (fields.indexOffsetBytes + this.#blocks * 4 > tableLimit) {
+      throw invalidLayer(
+        source.name,
+        40,
+        `ZFile jump table of ${this.#blocks} blocks at ${fields.indexOffsetBytes} does not end before the trailer`,
+      );
+    }
+    this.#spans = new Float64Array((this.#blocks >>> SPAN_BITS) + 1);
+    this.#relative = new Uint32Array(this.#blocks + 1);
+    const longest = this.#readTable(fields);
+    this.#compressed = new Uint8Array(new ArrayBuffer(Math.max(READ_BYTES, longest)));
+    this.#cached = new Uint8Array(new ArrayBuffer(size));
+    this.#codec = new Codec();
+  }
+
+  /** Reads, checks and sums up the jump table; returns the longest entry. */
+  #readTable(fields: ZFileBlock): number {
+    const { name } = this.#source;
+    const minimum = this.#verify ? ZFILE_CHECKSUM_BYTES : 0;
+    const groupBlocks = ZFILE_GROUP_BYTES / this.#blockSize;
+    const bytes = new Uint8Array(new ArrayBuffer(Math.min(this.#blocks * 4, TABLE_BATCH_BYTES)));
+    const entries = new Uint32Array(bytes.buffer);
+    let position = ZFILE_BLOCK_BYTES + fields.dictSizeBytes;
+    let groupSum = 0;
+    let longest = 0;
+    let crc = 0;
+    for (let block = 0; block < this.#blocks; ) {
+      const batch = Math.min(this.#blocks - block, entries.length);
+      this.#source.read(fields.indexOffsetBytes + block * 4, bytes, 0, batch * 4);
+      if ((fields.flags & ZFLAG_DIGEST) !== 0) crc = crc32cRaw(crc, bytes.subarray(0, batch * 4));
+      for (let i = 0; i < batch; i++, block++) {
+        const stored = entries[i]!;
+        const where = fields.indexOffsetBytes + block * 4;
+        if (stored <= minimum)
+          throw invalidLayer(name, where, `ZFile block ${block} has stored length ${stored}`);
+        if (block % groupBlocks === 0) groupSum = 0;
+        else if (groupSum >= 65535) {
+          throw invalidLayer(
+            name,
+            where,
+            `stored lengths before ZFile block ${block} add up to ${groupSum} in its group`,
+          );
+        }
+        groupSum += stored;
+        if (block % (1 << SPAN_BITS) === 0) this.#spans[block >>> SPAN_BITS] = position;
+        this.#relative[block] = position - this.#spans[block >>> SPAN_BITS]!;
+        position += stored;
+        if (position > fields.indexOffsetBytes) {
+          throw invalidLayer(
+            name,
+            where,
+            `ZFile block ${block} ends at ${position}, behind the start of the jump table`,
+          );
+        }
+        if (stored > longest) longest = stored;
+      }
+    }
+    if (this.#blocks % (1 << SPAN_BITS) === 0) this.#spans[this.#blocks >>> SPAN_BITS] = position;
+    this.#relative[this.#blocks] = position - this.#spans[this.#blocks >>> SPAN_BITS]!;
+    if ((fields.flags & ZFLAG_DIGEST) !== 0 && crc !== fields.indexCrc) {
+      throw invalidLayer(name, fields.indexOffsetBytes, "ZFile jump table checksum does not match");
+    }
+    return longest;
+  }
+
+  #start(block: number): number {
+    return this.#spans[block >>> SPAN_BITS]! + this.#relative[block]!;
+  }
+
+  #decode(block: number, compressedOffset: number, target: Uint8Array, targetOffset: number): void {
+    const start = this.#start(block);
+    const length = Math.min(this.#blockSize, this.sizeBytes - block * this.#blockSize);
+    const reason = this.#codec.decode(
+      this.#algorithm,
+      this.#verify,
+      this.#compressed,
+      compressedOffset,
+      this.#start(block + 1) - start,
+      target,
+      targetOffset,
+      length,
+    );
+    if (reason !== undefined) throw invalidLayer(this.#source.name, start, `ZFile block ${block}: ${reason}`);
+  }
+
+  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+    if (offsetBytes < 0 || offsetBytes + lengthBytes > this.sizeBytes) {
+      throw invalidLayer(
+        this.name,
+        offsetBytes,
+        `${lengthBytes} bytes wanted, the data ends at ${this.sizeBytes}`,
+      );
+    }
+    const size = this.#blockSize;
+    const end = offsetBytes + lengthBytes;
+    let block = Math.floor(offsetBytes / size);
+    const stop = Math.ceil(end / size);
+    while (block < stop) {
+      if (block === this.#cachedBlock) {
+        this.#copyCached(block, offsetBytes, end, target, targetOffset);
+        block++;
+        continue;
+      }
+      // As many blocks as one read of compressed bytes can hold.
+      const from = this.#start(block);
+      let last = block + 1;
+      while (last < stop && this.#start(last + 1) - from <= this.#compressed.byteLength) last++;
+      this.#source.read(from, this.#compressed, 0, this.#start(last) - from);
+      for (; block < last; block++) {
+        const blockStart = block * size;
+        const at = this.#start(block) - from;
+        const whole = blockStart >= offsetBytes && Math.min(blockStart + size, this.sizeBytes) <= end;
+        if (whole) {
+          this.#decode(block, at, target, targetOffset + (blockStart - offsetBytes));
+          continue;
+        }
+        this.#cachedBlock = -1;
+        this.#decode(block, at, this.#cached, 0);
+        this.#cachedBlock = block;
+        this.#copyCached(block, offsetBytes, end, target, targetOffset);
+      }
+    }
+  }
+
+  #copyCached(block: number, offset: number, end: number, target: Uint8Array, targetOffset: number): void {
+    const blockStart = block * this.#blockSize;
+    const from = Math.max(offset, blockStart);
+    const to = Math.min(end, blockStart + this.#blockSize);
+    target.set(this.#cached.subarray(from - blockStart, to - blockStart), targetOffset + (from - offset));
+  }
+
+  [Symbol.dispose](): void {
+    this.#codec[Symbol.dispose]();
+    this.#source[Symbol.dispose]();
+  }
+}
