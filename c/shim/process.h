@@ -1,0 +1,13 @@
+/* Processes by handle instead of by number, so that a reused pid is never signalled. */
+#ifndef AENV_PROCESS_H
+#define AENV_PROCESS_H
+
+#include <stdint.h>
+
+/* A descriptor for the process, close-on-exec; -ESRCH when there is none. */
+__attribute__((visibility("default"))) int32_t aenv_pidfd_open(int32_t pid);
+
+/* Sends a signal (0 only asks); -ESRCH when the process has ended. */
+__attribute__((visibility("default"))) int32_t aenv_pidfd_signal(int32_t pidfd, int32_t signal);
+
+#endif

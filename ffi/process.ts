@@ -1,0 +1,23 @@
+import { constants } from "node:os";
+import { check } from "./errno.ts";
+import { bindShim } from "./lib.ts";
+
+/** Bindings of c/shim/process.h: processes by handle. */
+const shim = bindShim({
+  aenv_pidfd_open: { args: ["i32"], returns: "i32" },
+  aenv_pidfd_signal: { args: ["i32", "i32"], returns: "i32" },
+});
+
+/** A descriptor for a process (close it); undefined when there is no such process. */
+export function openPidfd(pid: number): number | undefined {
+  const fd = shim.aenv_pidfd_open(pid);
+  return fd === -constants.errno.ESRCH ? undefined : check(fd, `opening process ${pid}`);
+}
+
+/** Signals the process behind a pidfd; false when it has ended. */
+export function signalPidfd(pidfd: number, signal: "SIGTERM" | "SIGKILL"): boolean {
+  const result = shim.aenv_pidfd_signal(pidfd, constants.signals[signal]);
+  if (result === -constants.errno.ESRCH) return false;
+  check(result, `sending ${signal}`);
+  return true;
+}

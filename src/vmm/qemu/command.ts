@@ -1,0 +1,243 @@
+import { AenvError } from "../../lib/errors.ts";
+import type { VirtualizationMode, VmDrive, VmLaunchSpec } from "../types.ts";
+import type { QemuVersion } from "./version.ts";
+
+/**
+ * QEMU's command line. A pure function: the same spec gives the same devices in the same places, which is
+ * what makes a device state loadable. Machine: `microvm` with virtio-mmio devices declared by ACPI (the
+ * distribution kernels have no other way to learn of them), ELF kernel entered through its PVH note.
+ */
+export interface QemuInstallation {
+  readonly binary: string;
+  readonly version: QemuVersion;
+  readonly dataDirs: readonly string[];
+  readonly sandbox: boolean;
+}
+
+/** The machine has 24 virtio-mmio transports; network and entropy take one each. */
+export const MAX_DRIVES = 22;
+/** COMMAND_LINE_SIZE of x86 Linux, with the final NUL. */
+const MAX_KERNEL_COMMAND_LINE = 2048;
+
+const MEMORY_ID = "ram0";
+
+/** Commas separate QEMU's options; a doubled one is a comma. */
+function escapeOption(value: string): string {
+  return value.replaceAll(",", ",,");
+}
+
+export function cpuModel(version: QemuVersion, mode: VirtualizationMode): string {
+  if (mode === "kvm") return "host";
+  // Emulated cmpxchg16b of QEMU 7.2 corrupts guests (page faults with rubbish flags right behind it).
+  return version.major >= 10 ? "max" : "max,-cx16";
+}
+
+/** vCPUs a guest really gets: with more than one, old QEMUs emulate code patching wrongly. */
+export function effectiveVcpus(version: QemuVersion, mode: VirtualizationMode, wanted: number): number {
+  return mode === "tcg" && version.major < 10 ? 1 : wanted;
+}
+
+export function acceleratorArgs(mode: VirtualizationMode): string[] {
+  // 256 MiB of translated code is plenty for a sandbox and bounds what a VM takes beside its memory.
+  return ["-accel", mode === "kvm" ? "kvm" : "tcg,thread=multi,tb-size=256"];
+}
+
+export function machineOption(withMemoryBackend: boolean): string {
+  return [
+    "microvm",
+    "acpi=on",
+    "x-option-roms=on",
+    "rtc=on",
+    "pcie=off",
+    "suppress-vmdesc=on",
+    "mem-merge=off",
+    "dump-guest-core=off",
+    ...(withMemoryBackend ? [`memory-backend=${MEMORY_ID}`] : []),
+  ].join(",");
+}
+
+/** Options that keep the machine minimal and the process confined. */
+export function confinementArgs(installation: QemuInstallation): string[] {
+  return [
+    ...installation.dataDirs.flatMap((dir) => ["-L", dir]),
+    "-nodefaults",
+    "-no-user-config",
+    "-display",
+    "none",
+    // A reset would boot the guest afresh behind our back: it ends the VM instead.
+    "-no-reboot",
+    ...(installation.sandbox
+      ? ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
+      : []),
+  ];
+}
+
+/**
+ * The caller's words, preceded by those our machine needs where the caller has none of the same name. An
+ * emulated guest is told the speed of its TSC (`tickKHz`, see ticks.ts) and to believe it.
+ */
+export function kernelCommandLine(
+  args: readonly string[],
+  mode: VirtualizationMode,
+  tickKHz: number | undefined,
+): string {
+  const names = new Set(args.map((arg) => arg.split("=", 1)[0]));
+  const own = [
+    "console=ttyS0",
+    "panic=-1",
+    "reboot=t",
+    "pci=off",
+    ...(mode === "tcg" && tickKHz !== undefined ? ["tsc=reliable", `tsc_early_khz=${tickKHz}`] : []),
+  ].filter((arg) => !names.has(arg.split("=", 1)[0]!));
+  const line = [...own, ...args].join(" ");
+  if (Buffer.byteLength(line) >= MAX_KERNEL_COMMAND_LINE) {
+    throw new AenvError({
+      code: "invalid_boot_args",
+      status: 400,
+      message: `the kernel command line has ${Buffer.byteLength(line)} bytes, at most 2047 are possible`,
+      remediation: "pass fewer or shorter boot arguments",
+    });
+  }
+  return line;
+}
+
+function blockdev(drive: VmDrive, index: number): Record<string, unknown> {
+  const common = {
+    "node-name": `disk${index}`,
+    "read-only": drive.readOnly,
+    // A guest's discard becomes a hole in its upper layer. Zeros it writes are its own business: looking
+    // for them costs a pass over all data.
+    discard: "unmap",
+    "detect-zeroes": "off",
+  };
+  if (drive.backend.kind === "nbd") {
+    return {
+      driver: "nbd",
+      ...common,
+      server: { type: "unix", path: drive.backend.socketPath },
+      export: drive.backend.exportName,
+      // The block daemon may be restarted under a running guest: its I/O waits that long, then fails.
+      "reconnect-delay": 60,
+    };
+  }
+  return {
+    driver: "host_device",
+    ...common,
+    filename: drive.backend.devicePath,
+    // The page cache belongs to the layers behind the device, not to the device again.
+    cache: { direct: true },
+    aio: "native",
+  };
+}
+
+function driveArgs(drives: readonly VmDrive[]): string[] {
+  if (drives.length > MAX_DRIVES) {
+    throw new AenvError({
+      code: "too_many_drives",
+      status: 400,
+      message: `a VM can have at most ${MAX_DRIVES} drives, ${drives.length} were asked for`,
+    });
+  }
+  return drives.flatMap((drive, index) => [
+    "-blockdev",
+    JSON.stringify(blockdev(drive, index)),
+    "-device",
+    JSON.stringify({
+      driver: "virtio-blk-device",
+      id: `drive${index}`,
+      // The guest names disks in the order of the transports, so places are given, not left to QEMU.
+      bus: `virtio-mmio-bus.${index}`,
+      drive: `disk${index}`,
+      serial: drive.driveId.slice(0, 20),
+      physical_block_size: 4096,
+      // Errors go to the guest. QEMU's default would stop the whole VM when the host's disk is full.
+      werror: "report",
+      rerror: "report",
+    }),
+  ]);
+}
+
+export interface QemuCommandOptions {
+  readonly installation: QemuInstallation;
+  readonly mode: VirtualizationMode;
+  readonly spec: VmLaunchSpec;
+  readonly controlSocketPath: string;
+  /** Frequency of the host's counter, for emulation. */
+  readonly tickKHz?: number;
+  /** Value of `-incoming`; absent: cold boot. */
+  readonly incoming?: string;
+}
+
+/** The whole command line, for a first boot or a restore. Throws on a spec that QEMU could not take. */
+export function qemuCommand(options: QemuCommandOptions): string[] {
+  const { installation, mode, spec } = options;
+  const { version } = installation;
+  const vcpus = effectiveVcpus(version, mode, spec.shape.vcpuCount);
+  const backend = {
+    "qom-type": "memory-backend-file",
+    id: MEMORY_ID,
+    size: spec.shape.memoryMiB * 1024 * 1024,
+    "mem-path": spec.memoryFile,
+    share: false,
+    // Since 8.2 the file can be opened read-only under a private writable mapping.
+    ...(version.atLeast(8, 2) ? { readonly: true, rom: "off" } : {}),
+  };
+  return [
+    installation.binary,
+    ...confinementArgs(installation),
+    "-name",
+    escapeOption(spec.vmId),
+    "-M",
+    machineOption(true),
+    ...acceleratorArgs(mode),
+    "-cpu",
+    cpuModel(version, mode),
+    "-smp",
+    String(vcpus),
+    "-m",
+    `${spec.shape.memoryMiB}M`,
+    "-object",
+    JSON.stringify(backend),
+    // The state then depends on the devices alone, not on the name of the machine type.
+    "-global",
+    "migration.send-configuration=off",
+    "-kernel",
+    spec.kernelPath,
+    "-initrd",
+    // -initrd takes a comma-separated list.
+    escapeOption(spec.initrdPath),
+    "-append",
+    kernelCommandLine(spec.kernelArgs, mode, options.tickKHz),
+    "-chardev",
+    `file,id=console0,path=${escapeOption(spec.consoleLogPath)},append=on`,
+    "-serial",
+    "chardev:console0",
+    "-chardev",
+    `socket,id=qmp0,path=${escapeOption(options.controlSocketPath)},server=on,wait=off`,
+    "-mon",
+    "chardev=qmp0,mode=control",
+    ...driveArgs(spec.drives),
+    "-netdev",
+    JSON.stringify({
+      type: "tap",
+      id: "net0",
+      ifname: spec.network.tapName,
+      script: "no",
+      downscript: "no",
+      vhost: false,
+    }),
+    "-device",
+    JSON.stringify({
+      driver: "virtio-net-device",
+      id: "nic0",
+      bus: "virtio-mmio-bus.22",
+      netdev: "net0",
+      mac: spec.network.macAddress,
+    }),
+    "-object",
+    JSON.stringify({ "qom-type": "rng-builtin", id: "rng0" }),
+    "-device",
+    JSON.stringify({ driver: "virtio-rng-device", id: "entropy0", bus: "virtio-mmio-bus.23", rng: "rng0" }),
+    ...(options.incoming === undefined ? [] : ["-S", "-incoming", options.incoming]),
+  ];
+}
