@@ -1,5 +1,5 @@
 import type { Socket } from "bun";
-import { AenvError, errorChain } from "../../lib/errors.ts";
+import { AenvError } from "../../lib/errors.ts";
 import type { LayerRef, UpperRef } from "../overlaybd/types.ts";
 import { fromBlockdError } from "./errors.ts";
 import { encodeFrame, FrameDecoder, FrameWriter } from "./framing.ts";
@@ -256,8 +256,13 @@ class Client implements BlockClient {
     }
   }
 
+  /** Resolves when the daemon has answered and its process has let go of the socket. */
   async shutdown(): Promise<void> {
-    await this.#call<"shutdown">({ op: "shutdown" });
+    const connection = await this.connect();
+    const startedAt = performance.now();
+    await connection.call<"shutdown">({ op: "shutdown" }, this.#timeoutMs);
+    const leftMs = Math.max(1, this.#timeoutMs - (performance.now() - startedAt));
+    await Promise.race([connection.closed, Bun.sleep(leftMs)]);
   }
 
   async [Symbol.asyncDispose](): Promise<void> {
@@ -277,15 +282,4 @@ export async function connectBlockd(
   const client = new Client(socketPath, options);
   await client.connect();
   return client;
-}
-
-/** True when the error says that nobody serves the socket, as opposed to a daemon that refuses. */
-export function isUnavailable(error: unknown): boolean {
-  return (
-    error instanceof AenvError && (error.code === "blockd_unavailable" || error.code === "blockd_timeout")
-  );
-}
-
-export function describeError(error: unknown): string {
-  return errorChain(error).join(": ");
 }

@@ -1,20 +1,9 @@
-import {
-  chmodSync,
-  closeSync,
-  ftruncateSync,
-  lstatSync,
-  mkdirSync,
-  openSync,
-  readdirSync,
-  readFileSync,
-  rmSync,
-  writeSync,
-} from "node:fs";
+import { chmodSync, lstatSync, mkdirSync, readdirSync, rmSync } from "node:fs";
 import { dirname, join, resolve } from "node:path";
 import { parseArgs } from "node:util";
 import type { Socket } from "bun";
-import { tryLockExclusive } from "../../../ffi/flock.ts";
 import { AenvError, errorChain } from "../../lib/errors.ts";
+import { FileLock, lockHolder } from "../../lib/file-lock.ts";
 import { createLogger, type Logger } from "../../lib/log.ts";
 import { Devices } from "./devices.ts";
 import { toBlockdError } from "./errors.ts";
@@ -73,21 +62,15 @@ function checkSocketPath(path: string): void {
 }
 
 /** Held for the life of the process: one daemon per runtime directory, whatever its socket is called. */
-function lockRuntimeDir(runtimeDir: string): Disposable {
+function lockRuntimeDir(runtimeDir: string): FileLock {
   const path = join(runtimeDir, "lock");
-  const fd = openSync(path, "a+", 0o600);
-  if (!tryLockExclusive(fd)) {
-    const owner = readFileSync(path, "utf8").trim();
-    closeSync(fd);
-    throw new AenvError({
-      code: "blockd_running",
-      message: `a block daemon${owner === "" ? "" : ` (pid ${owner})`} already serves ${runtimeDir}`,
-      remediation: "use that one, or stop it first",
-    });
-  }
-  ftruncateSync(fd, 0);
-  writeSync(fd, `${process.pid}\n`);
-  return { [Symbol.dispose]: () => closeSync(fd) };
+  const lock = FileLock.tryAcquire(path, "blockd");
+  if (lock !== undefined) return lock;
+  throw new AenvError({
+    code: "blockd_running",
+    message: `a block daemon (pid ${lockHolder(path) ?? "unknown"}) already serves ${runtimeDir}`,
+    remediation: "use that one, or stop it first",
+  });
 }
 
 /** Removes a socket file nobody listens on; a live one or a file of another kind is an error. */

@@ -12,6 +12,8 @@ type DeviceStats = BlockdStats["devices"][number];
 export interface Device extends Disposable {
   readonly deviceId: string;
   readonly virtualSizeBytes: number;
+  /** What is under it now. */
+  readonly image: ImageConfig;
   flush(): void;
   restack(sealedPath: string, freshUpper: UpperRef): LayerRef;
   stats(): DeviceStats;
@@ -208,9 +210,13 @@ export function openDevice(
     throw error;
   }
 
+  for (const warning of stack.stats().warnings) log.warn({ deviceId }, warning);
   return {
     deviceId,
     virtualSizeBytes: stack.virtualSizeBytes,
+    get image() {
+      return stack.image;
+    },
     flush,
     restack(sealedPath, freshUpper) {
       // What the sealed layer promises is durable, so a device that lost writes must not make one.
@@ -225,7 +231,9 @@ export function openDevice(
       }
     },
     stats() {
-      return { deviceId, ...counters, connections: nbd.connections, ...stack.stats() };
+      const { upperDataBytes, upperLiveBytes, lowerCount } = stack.stats();
+      const { connections } = nbd;
+      return { deviceId, ...counters, connections, upperDataBytes, upperLiveBytes, lowerCount };
     },
     [Symbol.dispose]() {
       nbd[Symbol.dispose]();

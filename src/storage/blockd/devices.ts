@@ -120,7 +120,7 @@ export class Devices {
         await this.#table.save(entry.record);
       } catch (error) {
         await this.#abandon(entry);
-        for (const path of uppers) this.#uppers.delete(path);
+        this.#reclaim(deviceId, []);
         throw error;
       }
       this.#entries.set(deviceId, entry);
@@ -153,7 +153,7 @@ export class Devices {
     } finally {
       await this.#table.remove(deviceId);
       this.#entries.delete(deviceId);
-      for (const [path, owner] of this.#uppers) if (owner === deviceId) this.#uppers.delete(path);
+      this.#reclaim(deviceId, []);
     }
   }
 
@@ -173,13 +173,13 @@ export class Devices {
         if (sameValue(done, restack)) return layer;
       }
       if (spec.readOnly) throw invalid("device_read_only", `device ${deviceId} is read-only`);
+      const old = upperPaths(entry.record.image);
       const fresh = upperPaths({ lowers: [], upper: restack.freshUpper });
       // After a crash the existence of the sealed file tells that the restack happened: it must not be
       // there before.
-      for (const path of [restack.sealedPath, ...fresh]) {
+      for (const path of [restack.sealedPath, ...fresh.filter((file) => !old.includes(file))]) {
         if (existsSync(path)) throw invalid("restack_target_exists", `${path} exists already`, 409);
       }
-      const old = upperPaths(entry.record.image);
       this.#claim(deviceId, fresh);
       try {
         await this.#save(entry, { ...entry.record, restacking: restack });
@@ -187,7 +187,7 @@ export class Devices {
         const { restacking: _, ...rest } = entry.record;
         const image = restackedImage(rest.image, layer, restack.freshUpper);
         entry.record = { ...rest, image, restacked: { ...restack, layer } };
-        for (const path of old) this.#uppers.delete(path);
+        this.#reclaim(deviceId, upperPaths(image));
         await this.#table.save(entry.record);
         return layer;
       } catch (error) {
@@ -196,7 +196,7 @@ export class Devices {
           entry.failure = toBlockdError(error).message;
           throw error;
         }
-        for (const path of fresh) this.#uppers.delete(path);
+        this.#reclaim(deviceId, old);
         await this.#forgetRestack(entry);
         throw error;
       }
@@ -280,12 +280,12 @@ export class Devices {
     entry.record = record;
   }
 
-  async #open(entry: Entry, upperMustExist: boolean): Promise<void> {
+  async #open(entry: Entry, upperMustExist: boolean): Promise<ImageConfig> {
     const { spec, image } = entry.record;
     const worker = this.#workers.reduce((least, other) => (other.load < least.load ? other : least));
     worker.load++;
     try {
-      const { virtualSizeBytes } = await worker.call<"open">({
+      const opened = await worker.call<"open">({
         op: "open",
         deviceId: spec.deviceId,
         image,
@@ -293,9 +293,10 @@ export class Devices {
         socketPath: this.#socketPath(spec.deviceId),
         upperMustExist,
       });
-      entry.record = { ...entry.record, virtualSizeBytes };
+      entry.record = { ...entry.record, virtualSizeBytes: opened.virtualSizeBytes };
       entry.worker = worker;
       entry.failure = undefined;
+      return opened.image;
     } catch (error) {
       worker.load--;
       throw error;
@@ -321,36 +322,36 @@ export class Devices {
     }
   }
 
-  /** Opens a device of the table, finishing or undoing a restack that was cut off. */
+  /**
+   * Opens a device of the table. Opening completes or undoes a restack that was cut off (see openStack): the
+   * image it reports is the one there is now.
+   */
   async #reopen(entry: Entry): Promise<void> {
+    const { restacking, ...rest } = entry.record;
+    const { deviceId } = rest.spec;
     try {
       await this.#close(entry, false);
-      const { restacking, ...rest } = entry.record;
-      if (restacking === undefined) {
-        await this.#open(entry, true);
-        return;
-      }
-      const happened = existsSync(restacking.sealedPath);
-      const layer: LayerRef = { file: restacking.sealedPath };
-      const next: DeviceRecord = happened
-        ? {
-            ...rest,
-            image: restackedImage(rest.image, layer, restacking.freshUpper),
-            restacked: { ...restacking, layer },
-          }
-        : rest;
-      entry.record = next;
-      if (!rest.spec.readOnly) {
-        for (const path of upperPaths(rest.image)) this.#uppers.delete(path);
-        this.#claim(rest.spec.deviceId, upperPaths(next.image));
-      }
-      try {
-        await this.#open(entry, !happened);
-      } catch (error) {
+      // The old upper has moved there, so it is not missed at its old place.
+      const moved = restacking !== undefined && existsSync(restacking.sealedPath);
+      const image = await this.#open(entry, !moved);
+      const { virtualSizeBytes } = entry.record;
+      const layer = image.lowers.at(-1);
+      if (restacking !== undefined && layer?.file === restacking.sealedPath) {
+        const next = restackedImage(rest.image, layer, restacking.freshUpper);
+        entry.record = { ...rest, virtualSizeBytes, image: next, restacked: { ...restacking, layer } };
+        this.#reclaim(deviceId, upperPaths(next));
+      } else if (moved) {
+        await this.#close(entry, false);
         entry.record = { ...rest, restacking };
-        throw error;
+        throw new AenvError({
+          code: "device_inconsistent",
+          message: `a restack of device ${deviceId} was cut off and cannot be completed`,
+          remediation: `look at ${restacking.sealedPath}: it holds what was written before`,
+        });
+      } else {
+        entry.record = { ...rest, virtualSizeBytes };
       }
-      await this.#table.save(entry.record);
+      if (restacking !== undefined) await this.#table.save(entry.record);
     } catch (error) {
       entry.failure = toBlockdError(error).message;
       throw error;
@@ -364,6 +365,12 @@ export class Devices {
         throw invalid("upper_in_use", `${path} is the writable layer of device ${owner}`, 409);
       }
     }
+    for (const path of paths) this.#uppers.set(path, deviceId);
+  }
+
+  /** The device uses exactly these from now on. */
+  #reclaim(deviceId: string, paths: readonly string[]): void {
+    for (const [path, owner] of this.#uppers) if (owner === deviceId) this.#uppers.delete(path);
     for (const path of paths) this.#uppers.set(path, deviceId);
   }
 

@@ -50,8 +50,9 @@ export type BlockdRequest =
   /** Everything the guest was told is written is on stable storage. */
   | { readonly op: "flush"; readonly deviceId: string }
   /**
-   * Live snapshot of the device's upper, see LayerStack.restack. Neither path may exist. Repeating the
-   * last successful call answers with its result again.
+   * Live snapshot of the device's upper, see LayerStack.restack. The sealed path may not exist, the fresh
+   * upper's files neither, unless they are the present upper's own. Repeating the last successful call
+   * answers with its result again.
    */
   | {
       readonly op: "restack";

@@ -26,7 +26,7 @@ export type WorkerRequest =
   | { readonly op: "exit" };
 
 export interface WorkerResults {
-  readonly open: { readonly virtualSizeBytes: number };
+  readonly open: { readonly virtualSizeBytes: number; readonly image: ImageConfig };
   readonly close: null;
   readonly flush: null;
   readonly restack: LayerRef;

@@ -35,7 +35,7 @@ class DeviceOwner implements Disposable {
         assert(!this.#devices.has(request.deviceId), `device ${request.deviceId} is open`);
         const device = openDevice(request, this.#openStack, this.#pool, this.#log);
         this.#devices.set(request.deviceId, device);
-        return { virtualSizeBytes: device.virtualSizeBytes };
+        return { virtualSizeBytes: device.virtualSizeBytes, image: device.image };
       }
       case "close": {
         const device = this.#device(request.deviceId);
