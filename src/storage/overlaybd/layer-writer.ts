@@ -1,9 +1,10 @@
-import { closeSync, constants, existsSync, openSync } from "node:fs";
+import { closeSync, existsSync } from "node:fs";
 import { fsync, pwrite, renameNoReplace } from "../../../ffi/io.ts";
 import { badRequest } from "./errors.ts";
-import { fsyncDirectoryOf, O_CLOEXEC, removeIfPresent, temporaryName } from "./files.ts";
+import { createFile, fsyncDirectoriesOf, removeIfPresent, temporaryName } from "./files.ts";
 import { MAX_DISK_BYTES, parseUuid, SECTOR_BYTES } from "./lsmt/format.ts";
 import { type ByteSink, CommittedWriter } from "./lsmt/writer.ts";
+import { encodeTarHead, TAR_HEAD_BYTES, tarTailBytes } from "./tar.ts";
 import type { CommitOptions, LayerRef, LayerWriter, LayerWriterOptions } from "./types.ts";
 import { ZFileWriter } from "./zfile/writer.ts";
 
@@ -28,11 +29,7 @@ export class OutputFile implements ByteSink, Disposable {
     }
     this.#target = target;
     this.#temporary = temporaryName(target);
-    this.#fd = openSync(
-      this.#temporary,
-      constants.O_RDWR | constants.O_CREAT | constants.O_EXCL | O_CLOEXEC,
-      0o600,
-    );
+    this.#fd = createFile(this.#temporary);
   }
 
   get position(): number {
@@ -85,7 +82,7 @@ export class OutputFile implements ByteSink, Disposable {
     renameNoReplace(this.#temporary, this.#target);
     this.#fd = undefined;
     closeSync(fd);
-    fsyncDirectoryOf(this.#target);
+    fsyncDirectoriesOf(this.#target);
     return this.#written;
   }
 
@@ -124,11 +121,13 @@ export class LayerFileWriter implements LayerWriter {
   readonly #target: string;
   readonly #uuid: string | undefined;
   readonly #virtualSizeBytes: number;
+  /** Where the layer begins in the file: behind the tar headers, if any. */
+  readonly #payloadOffset: number;
   readonly #output: OutputFile;
   readonly #zfile: ZFileWriter | undefined;
   readonly #writer: CommittedWriter;
 
-  constructor(target: string, options: LayerWriterOptions & Pick<CommitOptions, "compression">) {
+  constructor(target: string, options: LayerWriterOptions & Pick<CommitOptions, "compression" | "tar">) {
     checkVirtualSize(options.virtualSizeBytes, 0);
     const identity = {
       virtualSizeBytes: options.virtualSizeBytes,
@@ -140,6 +139,8 @@ export class LayerFileWriter implements LayerWriter {
     this.#virtualSizeBytes = options.virtualSizeBytes;
     using cleanup = new DisposableStack();
     this.#output = cleanup.use(new OutputFile(target));
+    this.#payloadOffset = options.tar === true ? TAR_HEAD_BYTES : 0;
+    if (options.tar === true) this.#output.append(encodeTarHead(0), 0, TAR_HEAD_BYTES);
     this.#zfile =
       options.compression === undefined
         ? undefined
@@ -188,7 +189,13 @@ export class LayerFileWriter implements LayerWriter {
 
   finish(): LayerRef {
     this.#writer.finish();
-    this.#zfile?.finish((header) => this.#output.rewrite(0, header));
+    this.#zfile?.finish((header) => this.#output.rewrite(this.#payloadOffset, header));
+    if (this.#payloadOffset > 0) {
+      const payloadBytes = this.#output.position - this.#payloadOffset;
+      const tail = new Uint8Array(tarTailBytes(payloadBytes));
+      this.#output.append(tail, 0, tail.byteLength);
+      this.#output.rewrite(0, encodeTarHead(payloadBytes));
+    }
     const size = this.#output.publish();
     this.#zfile?.[Symbol.dispose]();
     return { file: this.#target, size, ...(this.#uuid === undefined ? {} : { uuid: this.#uuid }) };

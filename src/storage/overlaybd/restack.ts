@@ -1,15 +1,7 @@
-import {
-  closeSync,
-  existsSync,
-  fsyncSync,
-  openSync,
-  readFileSync,
-  renameSync,
-  statSync,
-  writeFileSync,
-} from "node:fs";
+import { existsSync, readFileSync, statSync } from "node:fs";
+import { pwrite } from "../../../ffi/io.ts";
 import { AenvError } from "../../lib/errors.ts";
-import { fsyncDirectoryOf, removeIfPresent, temporaryName } from "./files.ts";
+import { fsyncDirectoriesOf, removeIfPresent, renameFile, replaceFile, sameFile } from "./files.ts";
 import { inspectLayer } from "./inspect.ts";
 import { readDataHeader } from "./lsmt/upper.ts";
 import type { ImageConfig, LayerRef, UpperRef } from "./types.ts";
@@ -96,21 +88,9 @@ export function writeRecords(upper: UpperRef, records: readonly RestackRecord[])
     removeIfPresent(file);
     return;
   }
-  const temporary = temporaryName(file);
-  try {
-    writeFileSync(temporary, JSON.stringify(records), { mode: 0o600, flag: "wx" });
-    const fd = openSync(temporary, "r");
-    try {
-      fsyncSync(fd);
-    } finally {
-      closeSync(fd);
-    }
-    renameSync(temporary, file);
-  } catch (error) {
-    removeIfPresent(temporary);
-    throw error;
-  }
-  fsyncDirectoryOf(file);
+  const bytes = new TextEncoder().encode(JSON.stringify(records));
+  replaceFile(file, (fd, name) => pwrite(fd, bytes, 0, bytes.byteLength, 0, name));
+  fsyncDirectoriesOf(file);
 }
 
 /** Puts the waiting fresh files in place of the old ones and removes an old index that is not replaced. */
@@ -118,11 +98,10 @@ export function placeFresh(fresh: UpperRef, old: UpperRef): void {
   const waiting = waitingUpper(fresh, old);
   // Data last: while it still waits, the record tells that the work is not done.
   if (fresh.index !== undefined && waiting.index !== undefined && waiting.index !== fresh.index) {
-    if (existsSync(waiting.index)) renameSync(waiting.index, fresh.index);
+    if (existsSync(waiting.index)) renameFile(waiting.index, fresh.index);
   }
-  if (waiting.data !== fresh.data && existsSync(waiting.data)) renameSync(waiting.data, fresh.data);
-  fsyncDirectoryOf(fresh.data);
-  if (fresh.index !== undefined) fsyncDirectoryOf(fresh.index);
+  if (waiting.data !== fresh.data && existsSync(waiting.data)) renameFile(waiting.data, fresh.data);
+  fsyncDirectoriesOf(fresh.data, ...(fresh.index === undefined ? [] : [fresh.index]));
   if (old.index !== undefined && old.index !== fresh.index && old.index !== fresh.data)
     removeIfPresent(old.index);
 }
@@ -131,13 +110,6 @@ export function removeFresh(fresh: UpperRef, old: UpperRef): void {
   const waiting = waitingUpper(fresh, old);
   removeIfPresent(waiting.data);
   if (waiting.index !== undefined) removeIfPresent(waiting.index);
-}
-
-function sameFile(a: string, b: string): boolean {
-  if (!existsSync(a) || !existsSync(b)) return false;
-  const left = statSync(a, { bigint: true });
-  const right = statSync(b, { bigint: true });
-  return left.dev === right.dev && left.ino === right.ino;
 }
 
 function headerUuid(file: string): string | undefined {
@@ -184,8 +156,9 @@ export function recoverRestack(config: ImageConfig): { config: ImageConfig; warn
         record.lowers.length === files.length && record.lowers.every((file, i) => file === files[i]),
     );
     if (next === undefined) {
-      // The stored config is past these records (or of another stack): they have served.
-      writeRecords(upper, []);
+      // The stored config is past some of these records: those have served.
+      const open = records.filter((record) => !files.includes(record.sealedPath));
+      if (open.length < records.length) writeRecords(upper, open);
       break;
     }
     const sealed = rollForward(upper, next);

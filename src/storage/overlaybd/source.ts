@@ -1,7 +1,7 @@
-import { closeSync, constants, openSync } from "node:fs";
+import { closeSync, constants } from "node:fs";
 import { fileSize, pread } from "../../../ffi/io.ts";
 import { badRequest, invalidLayer } from "./errors.ts";
-import { O_CLOEXEC } from "./files.ts";
+import { openFile } from "./files.ts";
 
 /**
  * Bytes that can be read at any offset: a file, the payload of a tar, the inside of a ZFile. A read behind
@@ -59,7 +59,7 @@ export class FileSource implements ReadSource {
 export function openFileSource(file: string): FileSource {
   let fd: number;
   try {
-    fd = openSync(file, constants.O_RDONLY | O_CLOEXEC);
+    fd = openFile(file, constants.O_RDONLY);
   } catch (error) {
     throw badRequest(
       "layer_not_found",

@@ -2,10 +2,12 @@ import { existsSync, statSync } from "node:fs";
 import { dirname } from "node:path";
 import { renameNoReplace } from "../../../ffi/io.ts";
 import { AenvError } from "../../lib/errors.ts";
+import { newId } from "../../lib/ids.ts";
 import { badRequest } from "./errors.ts";
-import { fsyncDirectoryOf, removeIfPresent } from "./files.ts";
+import { executeRead } from "./execute.ts";
+import { fsyncDirectoriesOf, removeIfPresent } from "./files.ts";
 import { checkVirtualSize } from "./layer-writer.ts";
-import { type FlatIndex, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
+import { EMPTY_INDEX, type FlatIndex, findFlat, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
 import { BLOCK_SECTORS, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
 import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
 import { createUpperFiles, Upper } from "./lsmt/upper.ts";
@@ -104,16 +106,8 @@ class Stack implements LayerStack {
   }
 
   #readSectors(sector: number, target: Uint8Array, sectors: number): void {
-    const plan = this.#plan;
-    planRead(this.#upper?.index, this.#lowers.length, this.#base, sector, sectors, plan);
-    let at = 0;
-    for (let i = 0; i < plan.count; i++) {
-      const length = plan.lengths[i]! * SECTOR_BYTES;
-      const layer = plan.layers[i]!;
-      if (layer < 0) target.fill(0, at, at + length);
-      else this.#source(layer).read(plan.moffsets[i]! * SECTOR_BYTES, target, at, length);
-      at += length;
-    }
+    planRead(this.#upper?.index, this.#lowers.length, this.#base, sector, sectors, this.#plan);
+    executeRead(this.#plan, (layer) => this.#source(layer), target);
   }
 
   #source(layer: number): ReadSource {
@@ -205,44 +199,48 @@ class Stack implements LayerStack {
     layers: "all" | "upper",
   ): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }> {
     this.#check(0, 0);
+    type Extent = { offset: number; length: number; zeroed: boolean };
+    const upper = this.#upper?.index;
+    const base = layers === "all" ? this.#base : EMPTY_INDEX;
     const total = this.virtualSizeBytes / SECTOR_BYTES;
-    let pending: { offset: number; length: number; zeroed: boolean } | undefined;
-    const out = (extent: { offset: number; length: number; zeroed: boolean }) => ({
+    const out = (extent: Extent) => ({
       offsetBytes: extent.offset * SECTOR_BYTES,
       lengthBytes: extent.length * SECTOR_BYTES,
       zeroed: extent.zeroed,
     });
-    for (let start = 0; start < total; start += EXTENT_WINDOW_SECTORS) {
-      const found: { offset: number; length: number; zeroed: boolean }[] = [];
-      const collect = (offset: number, length: number, zeroed: boolean) => {
-        const last = found.at(-1) ?? pending;
-        if (last !== undefined && last.offset + last.length === offset && last.zeroed === zeroed) {
-          last.length += length;
-        } else {
-          found.push({ offset, length, zeroed });
-        }
-      };
+    let pending: Extent | undefined;
+    let start = 0;
+    while (start < total) {
+      // Straight to the next mapping, then window by window: the disk may be far bigger than its content.
+      const inBase = findFlat(base, start);
+      const next = Math.min(
+        inBase < base.count ? base.offsets[inBase]! : total,
+        upper?.nextMapped(start) ?? total,
+      );
+      if (next >= total) break;
+      start = Math.max(start, next);
       const sectors = Math.min(EXTENT_WINDOW_SECTORS, total - start);
-      if (layers === "upper") {
-        this.#upper?.index.visit(start, sectors, (offset, length, _moffset, zeroed) => {
-          collect(offset, length, zeroed);
-        });
-      } else {
-        visitStack(
-          this.#upper?.index,
-          this.#lowers.length,
-          this.#base,
-          start,
-          sectors,
-          (offset, length, _layer, _moffset, zeroed) => {
-            collect(offset, length, zeroed);
-          },
-        );
-      }
+      const found: Extent[] = [];
+      visitStack(
+        upper,
+        this.#lowers.length,
+        base,
+        start,
+        sectors,
+        (offset, length, _layer, _moffset, zeroed) => {
+          const last = found.at(-1) ?? pending;
+          if (last !== undefined && last.offset + last.length === offset && last.zeroed === zeroed) {
+            last.length += length;
+          } else {
+            found.push({ offset, length, zeroed });
+          }
+        },
+      );
       for (const extent of found) {
         if (pending !== undefined) yield out(pending);
         pending = extent;
       }
+      start += sectors;
     }
     if (pending !== undefined) yield out(pending);
   }
@@ -303,23 +301,34 @@ class Stack implements LayerStack {
   #restackOnto(upper: Upper, uuid: string, sealedPath: string, fresh: UpperRef): LayerRef {
     const old = upper.ref;
     const waiting = waitingUpper(fresh, old);
-    if (waiting.data !== fresh.data) removeFresh(fresh, old);
+    for (const [file, final] of [
+      [waiting.data, fresh.data],
+      [waiting.index, fresh.index],
+    ]) {
+      if (file === undefined) continue;
+      // A `.fresh` file is what an earlier attempt left; anything else is somebody's.
+      if (file !== final) removeIfPresent(file);
+      else if (existsSync(file)) {
+        throw badRequest("upper_exists", `fresh upper ${file} exists`, "choose paths that are free");
+      }
+    }
     const records = readRecords(old);
-    using undo = new DisposableStack();
-    const freshUuid = createUpperFiles(waiting, {
-      virtualSizeBytes: this.virtualSizeBytes,
-      parentUuid: uuid,
-    });
-    undo.defer(() => removeFresh(fresh, old));
     const record: RestackRecord = {
       lowers: this.#lowers.map((lower) => lower.ref.file),
       sealedPath,
       sealedUuid: uuid,
       fresh,
-      freshUuid,
+      freshUuid: newId(),
     };
-    writeRecords(old, [...records, record]);
+    using undo = new DisposableStack();
     undo.defer(() => writeRecords(old, records));
+    writeRecords(old, [...records, record]);
+    undo.defer(() => removeFresh(fresh, old));
+    createUpperFiles(waiting, {
+      virtualSizeBytes: this.virtualSizeBytes,
+      parentUuid: uuid,
+      uuid: record.freshUuid,
+    });
     const sealed = this.#publishSealed(upper, sealedPath, undo);
     // From here on the way back is only a rename away until the fresh files replace the old index.
     let next: Upper;
@@ -356,8 +365,7 @@ class Stack implements LayerStack {
     const size = upper.fileSizeBytes();
     renameNoReplace(upper.ref.data, sealedPath);
     undo.defer(() => renameNoReplace(sealedPath, upper.ref.data));
-    fsyncDirectoryOf(sealedPath);
-    if (dirname(sealedPath) !== dirname(upper.ref.data)) fsyncDirectoryOf(upper.ref.data);
+    fsyncDirectoriesOf(sealedPath, upper.ref.data);
     return { index: sealed.index, size };
   }
 
@@ -477,6 +485,15 @@ export function openStack(given: ImageConfig): LayerStack {
     throw badRequest(
       "virtual_size_mismatch",
       `the image config wants a disk of ${config.virtualSizeBytes} bytes, the upper ${config.upper?.data} has ${size}`,
+    );
+  }
+  if (
+    upper?.parentUuid !== undefined &&
+    opened.topUuid !== undefined &&
+    upper.parentUuid !== opened.topUuid
+  ) {
+    warnings.push(
+      `upper ${upper.ref.data} was made over layer ${upper.parentUuid}, the topmost lower is ${opened.topUuid}`,
     );
   }
   const stack = new Stack(size, opened.lowers, opened.base, upper, warnings);

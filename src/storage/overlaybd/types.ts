@@ -85,6 +85,8 @@ export interface CommitOptions {
   readonly parentUuid?: string;
   /** ZFile compression of the committed layer; absent: plain LSMT. */
   readonly compression?: { readonly algorithm: "lz4" | "zstd"; readonly blockSizeBytes: number };
+  /** Wraps the file in tar, the form that registries hold. */
+  readonly tar?: boolean;
 }
 
 export interface LayerWriterOptions {

@@ -52,6 +52,16 @@ export class ChunkedIndex {
     return low;
   }
 
+  /** First mapped sector at or behind `sector`, undefined when none follows. */
+  nextMapped(sector: number): number | undefined {
+    const number = this.#findLeaf(sector);
+    const leaf = this.#leaves[number];
+    if (leaf === undefined) return undefined;
+    const at = this.#findEntry(leaf, sector);
+    if (at < leaf.count) return Math.max(sector, leaf.offsets[at]!);
+    return this.#firsts[number + 1];
+  }
+
   /**
    * Calls `visit` for the parts of mappings inside [offset, offset + length), in order. `visit` must not
    * change the index.

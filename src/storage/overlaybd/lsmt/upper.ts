@@ -1,4 +1,4 @@
-import { appendFileSync, closeSync, constants, existsSync, openSync, renameSync } from "node:fs";
+import { closeSync, constants, existsSync } from "node:fs";
 import {
   fdatasync,
   fileSize,
@@ -14,7 +14,7 @@ import {
 import { AenvError } from "../../../lib/errors.ts";
 import { newId } from "../../../lib/ids.ts";
 import { badRequest, invalidLayer } from "../errors.ts";
-import { fsyncDirectoryOf, O_CLOEXEC, removeIfPresent, temporaryName } from "../files.ts";
+import { appendToFile, fsyncDirectoriesOf, openFile, replaceFile } from "../files.ts";
 import type { ReadSource } from "../source.ts";
 import type { UpperMode, UpperRef } from "../types.ts";
 import { ChunkedIndex } from "./chunked-index.ts";
@@ -59,6 +59,8 @@ export interface CreateUpperOptions {
   /** 0: inherit when stacked. */
   readonly virtualSizeBytes: number;
   readonly parentUuid?: string | undefined;
+  /** Absent: a new one. */
+  readonly uuid?: string | undefined;
 }
 
 function indexPathOf(upper: UpperRef): string {
@@ -71,17 +73,13 @@ function indexPathOf(upper: UpperRef): string {
   return upper.index;
 }
 
-function openFile(file: string, flags: number): number {
-  return openSync(file, flags | O_CLOEXEC, 0o600);
-}
-
 /**
- * Creates an empty upper and returns its uuid. Durable when it returns; a crash leaves nothing, or an index
- * file without a data file, which the next creation replaces.
+ * Creates an empty upper. Durable when it returns; a crash leaves nothing, or an index file without a data
+ * file, which the next creation replaces.
  */
-export function createUpperFiles(upper: UpperRef, options: CreateUpperOptions): string {
+export function createUpperFiles(upper: UpperRef, options: CreateUpperOptions): void {
   const mode = upper.mode ?? "logStructured";
-  const uuid = newId();
+  const uuid = options.uuid ?? newId();
   const identity = {
     uuid,
     parentUuid: options.parentUuid,
@@ -92,9 +90,7 @@ export function createUpperFiles(upper: UpperRef, options: CreateUpperOptions): 
     throw badRequest("upper_exists", `upper ${upper.data} exists`, "open it, or choose another path");
   }
   const publish = (target: string, block: Uint8Array, sizeBytes: number) => {
-    const temporary = temporaryName(target);
-    const fd = openFile(temporary, constants.O_RDWR | constants.O_CREAT | constants.O_EXCL);
-    try {
+    replaceFile(target, (fd, temporary) => {
       if (sizeBytes > 0) truncate(fd, sizeBytes, temporary);
       pwrite(fd, block, 0, block.byteLength, 0, temporary);
       if (
@@ -108,14 +104,7 @@ export function createUpperFiles(upper: UpperRef, options: CreateUpperOptions): 
           "use the mode logStructured",
         );
       }
-      fsync(fd, temporary);
-      renameSync(temporary, target);
-    } catch (error) {
-      removeIfPresent(temporary);
-      throw error;
-    } finally {
-      closeSync(fd);
-    }
+    });
   };
   const flags = MODE_FLAGS[mode];
   if (mode !== "sparse") {
@@ -133,15 +122,13 @@ export function createUpperFiles(upper: UpperRef, options: CreateUpperOptions): 
       encodeBlock({ ...identity, flags: FLAG_HEADER | hybrid, indexOffsetBytes: BLOCK_BYTES }),
       0,
     );
-    fsyncDirectoryOf(index);
   }
   publish(
     upper.data,
     encodeBlock({ ...identity, flags: FLAG_HEADER | FLAG_DATA | flags, indexOffsetBytes: 0 }),
     mode === "sparse" ? BLOCK_BYTES + options.virtualSizeBytes : 0,
   );
-  fsyncDirectoryOf(upper.data);
-  return uuid;
+  fsyncDirectoriesOf(upper.data, ...(mode === "sparse" ? [] : [indexPathOf(upper)]));
 }
 
 function hasMappings(indexFile: string): boolean {
@@ -270,7 +257,9 @@ export class Upper implements Disposable {
     return (this.#indexHeader?.virtualSizeBytes || undefined) ?? this.#header.virtualSizeBytes;
   }
 
+  /** Bytes of payload in the data file, garbage included. */
   get dataBytes(): number {
+    if (this.mode === "sparse") return this.index.dataSectors * SECTOR_BYTES;
     return Math.max(0, this.#dataEnd - BLOCK_BYTES);
   }
 
@@ -302,7 +291,7 @@ export class Upper implements Disposable {
       if (this.#readOnly || (!sealed && fileSize(this.#dataFd, this.ref.data) > BLOCK_BYTES)) {
         throw badRequest("upper_index_missing", `upper ${this.ref.data}: its index ${file} is missing`);
       }
-      this.#writeIndexFile(file, undefined);
+      this.#writeIndexFile(file);
       this.warnings.push(`the index file ${file} was missing and has been made again`);
     }
     const fd = open(file);
@@ -325,11 +314,9 @@ export class Upper implements Disposable {
     return fd;
   }
 
-  /** A whole index file, put in place by rename: empty, or with the mappings of `index`. */
-  #writeIndexFile(file: string, index: FlatIndex | undefined): void {
-    const temporary = temporaryName(file);
-    const fd = openFile(temporary, constants.O_RDWR | constants.O_CREAT | constants.O_EXCL);
-    try {
+  /** An empty index file that belongs to this data file. */
+  #writeIndexFile(file: string): void {
+    replaceFile(file, (fd, temporary) => {
       const block = encodeBlock({
         ...this.#header,
         flags: (this.#header.flags & ~FLAG_DATA) | FLAG_HEADER,
@@ -337,22 +324,8 @@ export class Upper implements Disposable {
         indexSize: 0,
       });
       pwrite(fd, block, 0, block.byteLength, 0, temporary);
-      let position = BLOCK_BYTES;
-      if (index !== undefined) {
-        for (const bytes of encodeIndex(index, 0)) {
-          pwrite(fd, bytes, 0, bytes.byteLength, position, temporary);
-          position += bytes.byteLength;
-        }
-      }
-      fsync(fd, temporary);
-      renameSync(temporary, file);
-    } catch (error) {
-      removeIfPresent(temporary);
-      throw error;
-    } finally {
-      closeSync(fd);
-    }
-    fsyncDirectoryOf(file);
+    });
+    fsyncDirectoriesOf(file);
   }
 
   /**
@@ -465,7 +438,7 @@ export class Upper implements Disposable {
     if (keepCopy) {
       const tail = new Uint8Array(new ArrayBuffer(size - this.#indexEnd));
       pread(indexFd, tail, 0, tail.byteLength, this.#indexEnd, file);
-      appendFileSync(`${file}.dropped`, tail);
+      appendToFile(`${file}.dropped`, tail);
     }
     truncate(indexFd, this.#indexEnd, file);
     fsync(indexFd, file);

@@ -125,6 +125,7 @@ export class ZFileSource implements ReadSource {
   #readTable(fields: ZFileBlock): number {
     const { name } = this.#source;
     const minimum = this.#verify ? ZFILE_CHECKSUM_BYTES : 0;
+    const longestPossible = 2 * this.#blockSize + 1024;
     const groupBlocks = ZFILE_GROUP_BYTES / this.#blockSize;
     const bytes = new Uint8Array(new ArrayBuffer(Math.min(this.#blocks * 4, TABLE_BATCH_BYTES)));
     const entries = new Uint32Array(bytes.buffer);
@@ -139,6 +140,13 @@ export class ZFileSource implements ReadSource {
       for (let i = 0; i < batch; i++, block++) {
         const stored = entries[i]!;
         const where = fields.indexOffsetBytes + block * 4;
+        if (stored > longestPossible) {
+          throw invalidLayer(
+            name,
+            where,
+            `ZFile block ${block} has stored length ${stored}, no codec needs that`,
+          );
+        }
         if (stored <= minimum)
           throw invalidLayer(name, where, `ZFile block ${block} has stored length ${stored}`);
         if (block % groupBlocks === 0) groupSum = 0;
