@@ -1,0 +1,564 @@
+/**
+ * Tests of network slots with real devices, rules and packets. Started by service.test.ts in a network and
+ * mount namespace of its own, which plays the host:
+ *
+ *   guest namespace --tap-cable-- tap0 [slot] vpeer -- veth-i [host] wan0 -- inet0 [internet]
+ */
+import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test";
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readlinkSync,
+  rmSync,
+  writeFileSync,
+} from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { AenvError } from "../lib/errors.ts";
+import { createLogger } from "../lib/log.ts";
+import {
+  createNetworkService,
+  type NetworkService,
+  type NetworkServiceOptions,
+  type NetworkSlot,
+} from "./index.ts";
+
+if (process.env.AENV_NETNS_SUITE !== "1")
+  throw new Error("run service.test.ts: this suite changes the host's network");
+
+const root = mkdtempSync(join(tmpdir(), "network-netns-"));
+const rig = join(import.meta.dir, "../../tests/rig");
+const log = createLogger("network-test");
+log.level = "error";
+
+const INTERNET = "203.0.113.2";
+const HOST_WAN = "203.0.113.1";
+const DNS_SERVER = "10.53.0.53";
+const PRIVATE_SERVERS = ["10.99.0.1", "192.168.7.1", "100.64.1.1", "172.16.5.5"];
+const OPTIONS: NetworkServiceOptions = {
+  runtimeDir: join(root, "run"),
+  hostInteractionCidr: "10.11.0.0/16",
+  vethCidr: "10.12.0.0/16",
+  alwaysDeniedCidrs: [
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+  ],
+  dnsServer: DNS_SERVER,
+};
+const netnsDir = join(OPTIONS.runtimeDir, "netns");
+
+function run(...argv: string[]): string {
+  const result = Bun.spawnSync(argv, { timeout: 10_000 });
+  if (result.exitCode !== 0) throw new Error(`${argv.join(" ")}: ${result.stderr}${result.stdout}`);
+  return result.stdout.toString();
+}
+
+function inside(netns: string, ...argv: string[]): string {
+  return run("nsenter", `--net=${netns}`, ...argv);
+}
+
+function newNetns(name: string): string {
+  const path = join(root, name);
+  writeFileSync(path, "");
+  run("unshare", `--net=${path}`, "true");
+  inside(path, "ip", "link", "set", "lo", "up");
+  return path;
+}
+
+/** What a TCP client in `netns` (undefined: the host) is answered, or why it got no answer. */
+function connect(netns: string | undefined, address: string, port: number): string {
+  const client = ["timeout", "1", "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1" && cat <&3', address, String(port)];
+  const result = Bun.spawnSync(netns === undefined ? client : ["nsenter", `--net=${netns}`, ...client]);
+  if (result.exitCode === 0) return result.stdout.toString();
+  const said = result.stderr.toString();
+  return /refused/.test(said) ? "refused" : /unreachable/i.test(said) ? "unreachable" : "no answer";
+}
+
+function askUdp(netns: string, address: string, port: number): string {
+  const script = 'exec 3<>"/dev/udp/$0/$1" && echo x >&3 && timeout 1 head -c 7 <&3';
+  const result = Bun.spawnSync(["nsenter", `--net=${netns}`, "bash", "-c", script, address, String(port)]);
+  return result.stdout.toString() || "no answer";
+}
+
+/** What a server printed reaches us a moment after its answer reached the client. */
+async function waitSeen(server: Server, count: number): Promise<readonly string[]> {
+  for (let i = 0; i < 100 && server.seen.length < count; i++) await Bun.sleep(10);
+  expect(server.seen).toHaveLength(count);
+  return server.seen;
+}
+
+async function countSeen(server: Server): Promise<number> {
+  for (let count = -1; count !== server.seen.length; await Bun.sleep(50)) count = server.seen.length;
+  return server.seen.length;
+}
+
+interface Server extends AsyncDisposable {
+  readonly seen: readonly string[];
+}
+
+async function startServer(netns: string | undefined, ...ports: string[]): Promise<Server> {
+  const argv = [process.execPath, join(rig, "tcp-server.ts"), ...ports];
+  const child = Bun.spawn(netns === undefined ? argv : ["nsenter", `--net=${netns}`, ...argv], {
+    stdout: "pipe",
+  });
+  const seen: string[] = [];
+  const { promise: ready, resolve, reject } = Promise.withResolvers<void>();
+  const reading = (async () => {
+    let rest = "";
+    for await (const chunk of child.stdout) {
+      const lines = (rest + Buffer.from(chunk).toString()).split("\n");
+      rest = lines.pop() ?? "";
+      for (const line of lines)
+        if (line === "ready") resolve();
+        else seen.push(line);
+    }
+    reject(new Error("the server ended"));
+  })();
+  await ready;
+  return {
+    seen,
+    async [Symbol.asyncDispose]() {
+      child.kill("SIGKILL");
+      await child.exited;
+      await reading;
+    },
+  };
+}
+
+interface Guest extends AsyncDisposable {
+  readonly netns: string;
+}
+
+let guests = 0;
+
+/** A namespace with the guest's address and MAC at the other end of the slot's tap. */
+async function attachGuest(slot: NetworkSlot): Promise<Guest> {
+  const netns = newNetns(`guest-${guests++}`);
+  const cable = Bun.spawn(
+    [
+      "nsenter",
+      `--net=${slot.netnsPath}`,
+      join(root, "tap-cable"),
+      slot.tapName,
+      netns,
+      "eth0",
+      slot.macAddress,
+    ],
+    { stdin: "pipe", stdout: "pipe", stderr: "inherit" },
+  );
+  const reader = cable.stdout.getReader();
+  expect(Buffer.from((await reader.read()).value ?? []).toString()).toBe("ready\n");
+  reader.releaseLock();
+  inside(netns, "ip", "addr", "add", `${slot.guestAddress}/${slot.prefixLength}`, "dev", "eth0");
+  inside(netns, "ip", "link", "set", "eth0", "up");
+  inside(netns, "ip", "route", "add", "default", "via", slot.gatewayAddress);
+  return {
+    netns,
+    async [Symbol.asyncDispose]() {
+      cable.kill("SIGKILL");
+      await cable.exited;
+      run("umount", netns);
+      rmSync(netns);
+    },
+  };
+}
+
+function ourDevices(): string[] {
+  return run("ip", "-br", "link")
+    .split("\n")
+    .map((line) => line.split(/[@ ]/)[0] ?? "")
+    .filter((name) => name.startsWith("veth-"));
+}
+
+function ourTables(): string[] {
+  return run("nft", "list", "tables")
+    .split("\n")
+    .filter((line) => line.includes("agentenv"));
+}
+
+async function startService(keep: readonly number[] = [], options = OPTIONS): Promise<NetworkService> {
+  const service = createNetworkService(options, log);
+  await service.start(keep);
+  return service;
+}
+
+async function failure(work: Promise<unknown>): Promise<AenvError> {
+  try {
+    await work;
+  } catch (error) {
+    if (error instanceof AenvError) return error;
+    throw error;
+  }
+  throw new Error("it succeeded");
+}
+
+let internet = "";
+let internetServer: Server;
+let hostServer: Server;
+
+beforeAll(async () => {
+  run(
+    "gcc",
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-o",
+    join(root, "tap-cable"),
+    join(rig, "tap-cable.c"),
+  );
+  run("ip", "link", "set", "lo", "up");
+  internet = newNetns("internet");
+  run("ip", "link", "add", "wan0", "type", "veth", "peer", "name", "inet0", "netns", internet);
+  run("ip", "addr", "add", `${HOST_WAN}/24`, "dev", "wan0");
+  run("ip", "link", "set", "wan0", "up");
+  run("ip", "route", "add", "default", "via", INTERNET);
+  inside(internet, "ip", "addr", "add", `${INTERNET}/24`, "dev", "inet0");
+  inside(internet, "ip", "link", "set", "inet0", "up");
+  for (const address of [DNS_SERVER, ...PRIVATE_SERVERS]) {
+    inside(internet, "ip", "addr", "add", `${address}/32`, "dev", "lo");
+  }
+  [internetServer, hostServer] = await Promise.all([
+    startServer(internet, "80", "53", `udp:${INTERNET}:53`, `udp:${DNS_SERVER}:53`),
+    startServer(undefined, "9000"),
+  ]);
+}, 30_000);
+
+afterAll(async () => {
+  await internetServer[Symbol.asyncDispose]();
+  await hostServer[Symbol.asyncDispose]();
+  rmSync(join(root, "run"), { recursive: true, force: true });
+  run("umount", internet);
+  rmSync(root, { recursive: true, force: true });
+});
+
+afterEach(() => {
+  expect(ourDevices()).toEqual([]);
+  expect(ourTables()).toEqual([]);
+  expect(existsSync(netnsDir) ? readdirSync(netnsDir) : []).toEqual([]);
+});
+
+describe("slots", () => {
+  test("20 at once: own indices, addresses and namespaces; nothing is left of them", async () => {
+    await using service = await startService();
+    const started = performance.now();
+    const slots = await Promise.all(Array.from({ length: 20 }, () => service.acquire()));
+    const each = (performance.now() - started) / slots.length;
+    console.log(`measured: ${each.toFixed(1)} ms per network slot, 20 at once`);
+    expect(slots.map((slot) => slot.index).sort((a, b) => a - b)).toEqual(
+      Array.from({ length: 20 }, (_, i) => i + 1),
+    );
+    for (const slot of slots) {
+      expect(slot.hostAddress).toBe(`10.11.0.${slot.index}`);
+      expect(slot).toMatchObject({
+        guestAddress: "169.254.0.21",
+        gatewayAddress: "169.254.0.22",
+        prefixLength: 30,
+      });
+      expect(readlinkSync(join(netnsDir, `slot-10.11.0.0-${slot.index}`))).toBe(
+        slot.netnsPath.slice(netnsDir.length + 1),
+      );
+      const addresses = inside(slot.netnsPath, "ip", "-br", "addr");
+      expect(addresses).toMatch(new RegExp(`vpeer@\\S+\\s+UP\\s+10\\.12\\.0\\.${2 * slot.index + 1}/31`));
+      expect(addresses).toMatch(/tap0\s+\S+\s+169\.254\.0\.22\/30/);
+      expect(inside(slot.netnsPath, "ip", "-6", "addr")).toBe("");
+      expect(inside(slot.netnsPath, "ip", "route")).toContain(
+        `default via 10.12.0.${2 * slot.index} dev vpeer`,
+      );
+    }
+    expect(run("ip", "-6", "addr", "show", "dev", `veth-${slots[0]?.index}`)).toBe("");
+    expect(ourDevices()).toHaveLength(20);
+    await Promise.all(slots.map((slot) => slot[Symbol.asyncDispose]()));
+    await slots[0]?.[Symbol.asyncDispose]();
+    expect(ourDevices()).toEqual([]);
+  }, 20_000);
+
+  test("one after the other", async () => {
+    await using service = await startService();
+    const times: number[] = [];
+    for (let i = 0; i < 5; i++) {
+      const started = performance.now();
+      await using _slot = await service.acquire();
+      times.push(performance.now() - started);
+    }
+    const median = times.sort((a, b) => a - b)[2]!;
+    console.log(`measured: ${median.toFixed(1)} ms for one network slot (median of 5)`);
+    expect(median).toBeLessThan(500);
+  });
+
+  test("an index whose device name somebody else has is passed over and left alone", async () => {
+    run("ip", "link", "add", "veth-1", "type", "bridge");
+    try {
+      await using service = await startService();
+      await using slot = await service.acquire();
+      expect(slot.index).toBe(2);
+      expect(ourDevices().sort()).toEqual(["veth-1", "veth-2"]);
+    } finally {
+      run("ip", "link", "del", "veth-1");
+    }
+  });
+
+  test("a step that fails undoes those before it", async () => {
+    await using service = await startService();
+    const broken = join(root, "broken");
+    mkdirSync(broken);
+    writeFileSync(join(broken, "nft"), "#!/bin/sh\necho no rules today >&2; exit 1\n", { mode: 0o755 });
+    const path = process.env.PATH;
+    process.env.PATH = `${broken}:${path}`;
+    try {
+      expect((await failure(service.acquire())).message).toContain("no rules today");
+    } finally {
+      process.env.PATH = path;
+    }
+    expect(ourDevices()).toEqual([]);
+    expect(readdirSync(netnsDir)).toEqual([]);
+    await using slot = await service.acquire();
+    expect(slot.index).toBe(2);
+  });
+});
+
+describe("packets", () => {
+  test("host to guest at every port, guest to the internet behind the host's address", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using guest = await attachGuest(slot);
+    await using server = await startServer(guest.netns, "80", "8080", "49983");
+    for (const port of [80, 8080, 49983])
+      expect(connect(undefined, slot.hostAddress, port)).toBe("10.12.0.2");
+    expect(connect(undefined, slot.hostAddress, 81)).toBe("refused");
+    await waitSeen(server, 3);
+    expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
+    expect(connect(guest.netns, INTERNET, 53)).toBe(HOST_WAN);
+  }, 20_000);
+
+  test("nobody but the host reaches a guest", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using guest = await attachGuest(slot);
+    await using server = await startServer(guest.netns, "80");
+    inside(internet, "ip", "route", "add", "10.11.0.0/16", "via", HOST_WAN);
+    expect(connect(internet, slot.hostAddress, 80)).toBe("no answer");
+    inside(internet, "ip", "route", "del", "10.11.0.0/16");
+    expect(server.seen).toEqual([]);
+  }, 20_000);
+
+  test("denied: private ranges, the host, other guests, the namespace itself; refused, not left waiting", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using other = await service.acquire();
+    await using guest = await attachGuest(slot);
+    await using otherGuest = await attachGuest(other);
+    await using otherServer = await startServer(otherGuest.netns, "80");
+    expect(connect(undefined, other.hostAddress, 80)).toBe("10.12.0.4");
+    await waitSeen(otherServer, 1);
+    const seenBefore = [
+      await countSeen(internetServer),
+      await countSeen(hostServer),
+      otherServer.seen.length,
+    ];
+    const targets: [address: string, port: number][] = [
+      ...PRIVATE_SERVERS.map((address): [string, number] => [address, 80]),
+      [DNS_SERVER, 80],
+      [HOST_WAN, 9000],
+      ["10.12.0.2", 9000],
+      ["10.12.0.3", 9000],
+      [slot.gatewayAddress, 9000],
+      [slot.hostAddress, 80],
+      [other.hostAddress, 80],
+      ["10.12.0.5", 80],
+    ];
+    const answers = targets.map(([address, port]) => [address, connect(guest.netns, address, port)]);
+    expect(answers).toEqual(targets.map(([address]) => [address, "refused"]));
+    expect(connect(undefined, "127.0.0.1", 9000)).toBe("127.0.0.1");
+    expect(connect(undefined, INTERNET, 80)).toBe(HOST_WAN);
+    await waitSeen(hostServer, seenBefore[1]! + 1);
+    await waitSeen(internetServer, seenBefore[0]! + 1);
+    await waitSeen(otherServer, seenBefore[2]!);
+  }, 20_000);
+
+  test("DNS: the gateway leads to the node's server, by UDP and TCP", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using guest = await attachGuest(slot);
+    expect(slot.dnsServer).toBe(slot.gatewayAddress);
+    const before = await countSeen(internetServer);
+    expect(askUdp(guest.netns, slot.dnsServer, 53)).toBe(HOST_WAN.slice(0, 7));
+    expect(connect(guest.netns, slot.dnsServer, 53)).toBe(HOST_WAN);
+    expect(askUdp(guest.netns, DNS_SERVER, 53)).toBe(HOST_WAN.slice(0, 7));
+    expect(askUdp(guest.netns, PRIVATE_SERVERS[0]!, 53)).toBe("no answer");
+    const asked = (await waitSeen(internetServer, before + 3)).slice(before);
+    expect(asked).toEqual(Array(3).fill(`${DNS_SERVER}:53 ${HOST_WAN}`));
+  }, 20_000);
+
+  test("a name server on the host itself is reachable, at port 53 only", async () => {
+    await using server = await startServer(undefined, "53", `udp:${HOST_WAN}:53`);
+    await using service = await startService([], { ...OPTIONS, dnsServer: HOST_WAN });
+    await using slot = await service.acquire();
+    await using guest = await attachGuest(slot);
+    expect(askUdp(guest.netns, slot.dnsServer, 53)).toBe("10.11.0");
+    expect(connect(guest.netns, slot.dnsServer, 53)).toBe(slot.hostAddress);
+    expect(connect(guest.netns, HOST_WAN, 9000)).toBe("refused");
+    await waitSeen(server, 2);
+  }, 20_000);
+
+  test("a guest cannot send from another address", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using guest = await attachGuest(slot);
+    const before = await countSeen(internetServer);
+    for (const address of ["10.11.0.77", "10.12.0.3", "8.8.4.4"]) {
+      inside(guest.netns, "ip", "addr", "add", `${address}/32`, "dev", "eth0");
+      inside(guest.netns, "ip", "route", "replace", "default", "via", slot.gatewayAddress, "src", address);
+      expect(askUdp(guest.netns, INTERNET, 53)).toBe("no answer");
+    }
+    inside(guest.netns, "ip", "route", "replace", "default", "via", slot.gatewayAddress);
+    expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
+    await waitSeen(internetServer, before + 1);
+  }, 20_000);
+
+  test("the host drops what comes from a slot under another slot's address", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using other = await service.acquire();
+    // A namespace taken over by a broken VMM: its own rules are gone.
+    inside(slot.netnsPath, "nft", "delete", "table", "inet", "agentenv");
+    inside(slot.netnsPath, "ip", "addr", "add", `${other.hostAddress}/32`, "dev", "vpeer");
+    inside(slot.netnsPath, "ip", "route", "replace", "default", "via", "10.12.0.2", "src", other.hostAddress);
+    const before = await countSeen(internetServer);
+    expect(askUdp(slot.netnsPath, INTERNET, 53)).toBe("no answer");
+    expect(internetServer.seen).toHaveLength(before);
+  }, 20_000);
+});
+
+describe("earlier and other processes", () => {
+  /** A process that makes slots and waits; resolves with their indices. */
+  async function otherProcess(options: NetworkServiceOptions, slots: number) {
+    const program = `
+      import { createNetworkService } from ${JSON.stringify(join(import.meta.dir, "index.ts"))};
+      import { createLogger } from ${JSON.stringify(join(import.meta.dir, "../lib/log.ts"))};
+      const service = createNetworkService(${JSON.stringify(options)}, createLogger("other"));
+      await service.start([]);
+      const slots = await Promise.all(Array.from({ length: ${slots} }, () => service.acquire()));
+      console.log(JSON.stringify(slots.map((slot) => slot.index).sort()));
+      setInterval(() => slots.length, 1000);
+    `;
+    const script = join(root, "other.ts");
+    writeFileSync(script, program);
+    const child = Bun.spawn([process.execPath, script], { stdout: "pipe", stderr: "inherit" });
+    const reader = child.stdout.getReader();
+    const line = Buffer.from((await reader.read()).value ?? []).toString();
+    return { child, indices: JSON.parse(line) as number[] };
+  }
+
+  async function killed(options: NetworkServiceOptions, slots: number): Promise<number[]> {
+    const { child, indices } = await otherProcess(options, slots);
+    child.kill("SIGKILL");
+    await child.exited;
+    return indices;
+  }
+
+  test("what a killed process left is removed, but for the slots to keep, which work on", async () => {
+    expect(await killed(OPTIONS, 3)).toEqual([1, 2, 3]);
+    expect(ourDevices()).toHaveLength(3);
+    writeFileSync(join(netnsDir, "agentenv-ns-01936f8e-72f5-7000-8000-000000000001"), "");
+    await using service = await startService([2]);
+    expect(ourDevices()).toEqual(["veth-2"]);
+    expect(readdirSync(netnsDir)).toHaveLength(2);
+    expect((await failure(service.adopt(1))).code).toBe("network_slot_gone");
+    await using slot = await service.adopt(2);
+    expect((await failure(service.adopt(2))).message).toContain("in use");
+    await using fresh = await service.acquire();
+    expect(fresh.index).toBe(1);
+    await using guest = await attachGuest(slot);
+    await using _server = await startServer(guest.netns, "80");
+    expect(connect(undefined, slot.hostAddress, 80)).toBe("10.12.0.4");
+    expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
+  }, 20_000);
+
+  test("a kept slot whose device is gone cannot be adopted, and says so", async () => {
+    await killed(OPTIONS, 1);
+    run("ip", "link", "del", "veth-1");
+    {
+      await using service = await startService([1]);
+      expect((await failure(service.adopt(1))).message).toContain("device");
+      expect((await failure(service.adopt(7))).message).toContain("not there");
+    }
+    await using _service = await startService([]);
+    expect(readdirSync(netnsDir)).toEqual([]);
+  }, 20_000);
+
+  test("pools of a living server are refused, its pid told; other pools work beside it", async () => {
+    const { child } = await otherProcess(OPTIONS, 1);
+    try {
+      const error = await failure(startService());
+      expect(error.code).toBe("network_pool_in_use");
+      expect(error.message).toContain(`pid ${child.pid}`);
+      await using beside = await startService([], {
+        ...OPTIONS,
+        hostInteractionCidr: "10.21.0.0/16",
+        vethCidr: "10.22.0.0/16",
+      });
+      await using slot = await beside.acquire();
+      expect(slot.index).toBe(2);
+      expect(ourTables()).toHaveLength(2);
+      expect(ourDevices().sort()).toEqual(["veth-1", "veth-2"]);
+    } finally {
+      child.kill("SIGKILL");
+      await child.exited;
+    }
+    // Slots of pools that are configured no more go, too, with their table.
+    await using _changed = await startService([], {
+      ...OPTIONS,
+      hostInteractionCidr: "10.31.0.0/16",
+      vethCidr: "10.32.0.0/16",
+    });
+    expect(ourDevices()).toEqual([]);
+    expect(ourTables()).toEqual(["table inet agentenv-10.31.0.0"]);
+  }, 20_000);
+
+  test("rules stay while a slot is in use", async () => {
+    const service = await startService();
+    const slot = await service.acquire();
+    await service[Symbol.asyncDispose]();
+    expect(ourTables()).toHaveLength(1);
+    expect((await failure(service.acquire())).code).toBe("network_not_running");
+    await slot[Symbol.asyncDispose]();
+    await using _next = await startService();
+  });
+});
+
+describe("a host that lacks something", () => {
+  function startUnder(argv: string[], env: Record<string, string> = {}): string {
+    const program = `
+      import { createNetworkService } from ${JSON.stringify(join(import.meta.dir, "index.ts"))};
+      import { createLogger } from ${JSON.stringify(join(import.meta.dir, "../lib/log.ts"))};
+      const service = createNetworkService(${JSON.stringify(OPTIONS)}, createLogger("x"));
+      try { await service.start([]); console.log("started"); }
+      catch (error) { console.log(error.code, error.message, "CURE", error.remediation); }
+      process.exit(0);
+    `;
+    const script = join(root, "lacking.ts");
+    writeFileSync(script, program);
+    return Bun.spawnSync([...argv, process.execPath, script], {
+      env: { ...process.env, ...env },
+    }).stdout.toString();
+  }
+
+  test("no capability, no tool, no tun device: the error has the cure", () => {
+    expect(startUnder(["setpriv", "--bounding-set=-net_admin"])).toMatch(
+      /^network_not_permitted .*CAP_NET_ADMIN.* CURE .*root/,
+    );
+    expect(startUnder([], { PATH: "/nonexistent" })).toMatch(/^network_tool_missing nft.* CURE .*nftables/);
+    const hideTun = ["sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"];
+    expect(startUnder(["unshare", "--mount", ...hideTun])).toMatch(
+      /^network_tun_missing .* CURE .*modprobe tun/,
+    );
+  }, 20_000);
+});
