@@ -18,8 +18,9 @@ export interface BlockClientOptions {
   /** Deadline of every call. Default 30 s. */
   readonly timeoutMs?: number;
   /**
-   * How long a call that finds no daemon keeps looking for one, within its deadline. Default 0: it fails at
-   * once. Useful where a supervisor brings the daemon back.
+   * How long a call that finds no daemon, or loses it before the answer, keeps looking for one, within its
+   * deadline. Default 0: it fails at once. Useful where a supervisor brings the daemon back. Repeating is
+   * safe: every request has the same outcome when it is made again.
    */
   readonly connectPatienceMs?: number;
 }
@@ -213,9 +214,17 @@ class Client implements BlockClient {
     request: Extract<BlockdRequest, { op: Op }>,
   ): Promise<BlockdResults[Op]> {
     const startedAt = performance.now();
-    const connection = await this.connect();
-    const left = this.#timeoutMs - (performance.now() - startedAt);
-    return connection.call<Op>(request, Math.max(1, left));
+    for (;;) {
+      const connection = await this.connect();
+      const leftMs = this.#timeoutMs - (performance.now() - startedAt);
+      try {
+        return await connection.call<Op>(request, Math.max(1, leftMs));
+      } catch (error) {
+        const lost = error instanceof AenvError && error.code === "blockd_unavailable";
+        const patient = performance.now() - startedAt < this.#patienceMs;
+        if (!lost || !patient || this.#disposed) throw error;
+      }
+    }
   }
 
   create(device: DeviceSpec): Promise<DeviceInfo> {
@@ -273,7 +282,7 @@ class Client implements BlockClient {
 
 /**
  * Connects to a running daemon. A connection that is lost later is replaced at the next call; calls under
- * way then fail with `blockd_unavailable` (503). Disposing closes the connection and nothing else.
+ * way then fail with `blockd_unavailable` (503), unless `connectPatienceMs` says otherwise. Disposing closes the connection and nothing else.
  */
 export async function connectBlockd(
   socketPath: string,

@@ -1,5 +1,5 @@
 import { afterAll, expect, test } from "bun:test";
-import { mkdtempSync, rmSync } from "node:fs";
+import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import pino from "pino";
 import { AenvError } from "../../lib/errors.ts";
@@ -167,12 +167,22 @@ test("after a failed flush no later one claims success, and no layer is sealed; 
   expect((await client.read(4, 0, 512))[0]).toBe(1);
 });
 
-test("a flush with nothing written since the last one does not touch the disk", () => {
-  const stack = memoryStack();
-  const { device } = open(stack, "clean");
+test("the first flush covers what an earlier process left in the page cache, a later one with nothing written is free", () => {
+  const files = { data: join(dir, "inherited.data"), index: join(dir, "inherited.index") };
+  const stack: MemoryStack = { ...memoryStack(), image: { lowers: [], upper: files } };
+  const { device } = open(stack, "inherited");
   using _ = device;
-  device.flush();
-  expect(stack.flushes).toBe(0);
+  // It opens the files to sync them: seen by their absence.
+  expect(() => device.flush()).toThrow("inherited.data");
+  device[Symbol.dispose]();
+
+  for (const file of Object.values(files)) writeFileSync(file, "");
+  const again = open(stack, "inherited");
+  using __ = again.device;
+  again.device.flush();
+  expect(stack.flushes).toBe(1);
+  again.device.flush();
+  expect(stack.flushes).toBe(1);
 });
 
 test("a restack that fails half-way makes the device refuse everything, any other failure does not", async () => {

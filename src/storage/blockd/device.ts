@@ -1,4 +1,4 @@
-import { existsSync } from "node:fs";
+import { closeSync, existsSync, fdatasyncSync, openSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import { type BufferPool, type NbdEvent, type NbdTarget, serveNbd } from "../export/nbd/index.ts";
@@ -109,6 +109,19 @@ function checkUpperExists(image: ImageConfig): void {
   });
 }
 
+/** Data before index: no mapping may be durable without what it points to. */
+function syncUpper(upper: UpperRef): void {
+  for (const path of [upper.data, upper.index]) {
+    if (path === undefined) continue;
+    const fd = openSync(path, "r");
+    try {
+      fdatasyncSync(fd);
+    } finally {
+      closeSync(fd);
+    }
+  }
+}
+
 function deviceTerminal(deviceId: string, cause: unknown): AenvError {
   return new AenvError({
     code: "device_terminal",
@@ -133,6 +146,11 @@ export function openDevice(
   const counters: Counters = { readOps: 0, readBytes: 0, writeOps: 0, writeBytes: 0, flushOps: 0 };
   /** Something was written since the last flush. */
   let dirty = false;
+  /**
+   * A daemon that was killed may have left writes of this device in the page cache, acknowledged and not
+   * flushed. The guest's next flush speaks of those, too, and the stack does not know of them.
+   */
+  let inherited = !readOnly;
   let flushFailure: unknown;
   let terminal: unknown;
 
@@ -151,8 +169,9 @@ export function openDevice(
         cause: flushFailure,
       });
     }
-    if (!dirty) return;
+    if (!dirty && !inherited) return;
     try {
+      if (inherited && stack.image.upper !== undefined) syncUpper(stack.image.upper);
       stack.flush();
     } catch (error) {
       // The kernel reports a failed write-back once and may then call the lost pages clean: a later
@@ -161,6 +180,7 @@ export function openDevice(
       throw error;
     }
     dirty = false;
+    inherited = false;
   };
 
   const write = (offsetBytes: number, source: Uint8Array) => {

@@ -1,4 +1,4 @@
-import { existsSync } from "node:fs";
+import { existsSync, rmSync } from "node:fs";
 import { join, resolve } from "node:path";
 import { AenvError, assert } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
@@ -350,6 +350,10 @@ export class Devices {
         });
       } else {
         entry.record = { ...rest, virtualSizeBytes };
+        // They were not there when the restack was noted: what is there now is what it began.
+        const used = upperPaths(rest.image);
+        const begun = upperPaths({ lowers: [], upper: restacking?.freshUpper });
+        for (const path of begun) if (!used.includes(path)) rmSync(path, { force: true });
       }
       if (restacking !== undefined) await this.#table.save(entry.record);
     } catch (error) {

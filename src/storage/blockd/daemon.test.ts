@@ -1,0 +1,740 @@
+import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
+import { join } from "node:path";
+import pino from "pino";
+import { tryCommand } from "../../lib/command.ts";
+import { AenvError } from "../../lib/errors.ts";
+import { Command, CommandFlag } from "../export/nbd/codec.ts";
+import { RawClient, request } from "../export/nbd/testing.ts";
+import { BlockdConnection } from "./client.ts";
+import { encodeFrame } from "./framing.ts";
+import {
+  type BlockClient,
+  type BlockdSupervisorOptions,
+  connectBlockd,
+  type DeviceInfo,
+  type SupervisedBlockd,
+  superviseBlockd,
+} from "./index.ts";
+import { fileStem } from "./table.ts";
+
+setDefaultTimeout(60_000);
+
+const MAIN = join(import.meta.dir, "../../main.ts");
+const DAEMON = [process.execPath, MAIN, "blockd"];
+const MiB = 1 << 20;
+const root = mkdtempSync("/tmp/blockd-test-");
+const silent = pino({ level: "silent" });
+/** Every daemon a test started, so that none outlives a failed one. */
+const started = new Set<number>();
+
+afterAll(() => {
+  for (const pid of started) {
+    if (isBlockd(pid)) process.kill(pid, "SIGKILL");
+  }
+  rmSync(root, { recursive: true, force: true });
+});
+
+function isBlockd(pid: number): boolean {
+  const path = `/proc/${pid}/cmdline`;
+  return existsSync(path) && readFileSync(path, "utf8").includes(root);
+}
+
+async function until(
+  what: string,
+  condition: () => boolean | Promise<boolean>,
+  timeoutMs = 10_000,
+): Promise<void> {
+  const giveUpAt = performance.now() + timeoutMs;
+  while (!(await condition())) {
+    if (performance.now() > giveUpAt) throw new Error(`timed out: ${what}`);
+    await Bun.sleep(10);
+  }
+}
+
+function optionsFor(name: string): BlockdSupervisorOptions {
+  const dir = join(root, name);
+  mkdirSync(dir, { recursive: true });
+  return {
+    argv: DAEMON,
+    socketPath: join(dir, "c.sock"),
+    runtimeDir: join(dir, "run"),
+    logPath: join(dir, "log"),
+  };
+}
+
+async function supervise(options: BlockdSupervisorOptions): Promise<SupervisedBlockd> {
+  const supervised = await superviseBlockd(options, silent);
+  started.add((await supervised.client.stats()).pid);
+  return supervised;
+}
+
+/** Ends the daemon for good, whatever state the test left it in. */
+async function end(supervised: SupervisedBlockd): Promise<void> {
+  await supervised.client.shutdown();
+  await supervised[Symbol.asyncDispose]();
+}
+
+let serial = 0;
+function upperIn(dir: string) {
+  mkdirSync(dir, { recursive: true });
+  const name = `upper-${serial++}`;
+  return { data: join(dir, `${name}.data`), index: join(dir, `${name}.index`) };
+}
+
+function createBlank(client: BlockClient, deviceId: string, sizeBytes = 64 * MiB, dir = join(root, "disks")) {
+  return client.create({
+    deviceId,
+    image: { lowers: [], upper: upperIn(dir), virtualSizeBytes: sizeBytes },
+    readOnly: false,
+    exportKind: "nbd",
+  });
+}
+
+function url(info: DeviceInfo): string {
+  return `nbd+unix:///${info.exportName}?socket=${info.socketPath}`;
+}
+
+async function qemuIo(
+  info: DeviceInfo,
+  ...commands: string[]
+): Promise<{ exitCode: number; output: string }> {
+  const args = commands.flatMap((command) => ["-c", command]);
+  const flags = info.readOnly ? ["-r"] : [];
+  const result = await tryCommand(["qemu-io", "-f", "raw", ...flags, ...args, url(info)], {
+    timeoutMs: 30_000,
+  });
+  const output = result.stdout + result.stderr;
+  return { exitCode: /failed|error|can't/i.test(output) ? 1 : result.exitCode, output };
+}
+
+async function expectIo(info: DeviceInfo, ...commands: string[]): Promise<void> {
+  const { exitCode, output } = await qemuIo(info, ...commands);
+  expect(exitCode, output).toBe(0);
+}
+
+describe("one daemon", () => {
+  const options = optionsFor("shared");
+  let supervised: SupervisedBlockd;
+  let client: BlockClient;
+
+  beforeAll(async () => {
+    supervised = await supervise(options);
+    client = supervised.client;
+  });
+  afterAll(() => end(supervised));
+
+  test("the control socket is for its owner alone", () => {
+    expect(statSync(options.socketPath).mode & 0o777).toBe(0o600);
+  });
+
+  test("QEMU writes, reads, flushes, trims and zeroes", async () => {
+    const info = await createBlank(client, "basic");
+    expect(info).toMatchObject({ virtualSizeBytes: 64 * MiB, readOnly: false, exportName: "basic" });
+    expect(statSync(info.socketPath!).mode & 0o777).toBe(0o600);
+    await expectIo(
+      info,
+      "read -P 0 0 1M",
+      "write -P 0xab 1M 3M",
+      "write -P 0xcd 100 300",
+      "write -f -P 0xef 8k 4k",
+      "read -P 0xab 1M 3M",
+      "read -P 0xcd 100 300",
+      "read -P 0 0 100",
+      "read -P 0xef 8k 4k",
+      "write -z 2M 1M",
+      "discard 3M 64k",
+      "flush",
+      "read -P 0 2M 1M",
+      "read -P 0 3M 64k",
+      "read -P 0xab 1M 1M",
+      "write -P 0x11 63M 1M",
+      "read -P 0x11 63M 1M",
+      "write -P 0x22 16M 32M",
+      "read -P 0x22 16M 32M",
+    );
+    const { devices } = await client.stats();
+    const stats = devices.find((device) => device.deviceId === "basic");
+    expect(stats?.writeBytes).toBeGreaterThan(36 * MiB);
+    expect(stats?.flushOps).toBeGreaterThan(0);
+    await client.flush("basic");
+    await client.release("basic");
+    expect(existsSync(info.socketPath!)).toBe(false);
+  });
+
+  test("two devices at once do not see each other's data", async () => {
+    const [a, b] = await Promise.all([createBlank(client, "two-a"), createBlank(client, "two-b")]);
+    await Promise.all([
+      expectIo(a, "write -P 1 0 16M", "flush", "read -P 1 0 16M"),
+      expectIo(b, "write -P 2 0 16M", "flush", "read -P 2 0 16M"),
+    ]);
+    await Promise.all([expectIo(a, "read -P 1 0 16M"), expectIo(b, "read -P 2 0 16M")]);
+    await Promise.all([client.release("two-a"), client.release("two-b")]);
+  });
+
+  test("a read-only device on top of a sealed layer: same data, writes refused", async () => {
+    const info = await createBlank(client, "base");
+    await expectIo(info, "write -P 7 1M 1M");
+    const layer = await client.restack(
+      "base",
+      join(root, "disks", "base.layer"),
+      upperIn(join(root, "disks")),
+    );
+    const readOnly = await client.create({
+      deviceId: "frozen",
+      image: { lowers: [layer], upper: upperIn(join(root, "disks")) },
+      readOnly: true,
+      exportKind: "nbd",
+    });
+    expect(readOnly.virtualSizeBytes).toBe(64 * MiB);
+    await expectIo(readOnly, "read -P 7 1M 1M", "read -P 0 0 1M");
+    using raw = await RawClient.open(readOnly.socketPath!, "frozen");
+    raw.send(request(Command.write, 1, 0, 512, 0, new Uint8Array(512)));
+    expect(await raw.answer()).toMatchObject({ error: 1 });
+    expect((await client.get("frozen"))?.image.upper?.data).toBeDefined();
+    await client.release("frozen");
+    await client.release("base");
+  });
+
+  test("requests behind the end are refused", async () => {
+    const info = await createBlank(client, "small", MiB);
+    using raw = await RawClient.open(info.socketPath!, "small");
+    raw.send(request(Command.read, 1, MiB, 512));
+    expect(await raw.answer()).toMatchObject({ error: 22 });
+    raw.send(request(Command.write, 2, MiB - 512, 1024, 0, new Uint8Array(1024)));
+    expect(await raw.answer()).toMatchObject({ error: 28 });
+    expect((await raw.read(3, MiB - 512, 512)).length).toBe(512);
+    await client.release("small");
+    await raw.untilClosed();
+  });
+
+  test("qemu-img converts a random image through the device and finds it equal", async () => {
+    const image = join(root, "random.img");
+    const bytes = Buffer.alloc(24 * MiB);
+    for (let at = 0; at < bytes.length; at += 2 * MiB) crypto.getRandomValues(bytes.subarray(at, at + 65536));
+    writeFileSync(image, bytes);
+    const info = await createBlank(client, "convert", bytes.length);
+    for (const args of [
+      ["convert", "-n", "-f", "raw", "-O", "raw", image, url(info)],
+      ["compare", "-f", "raw", "-F", "raw", image, url(info)],
+    ]) {
+      const result = await tryCommand(["qemu-img", ...args]);
+      expect(result.exitCode, result.stdout + result.stderr).toBe(0);
+    }
+    await client.release("convert");
+  });
+
+  test("creating twice is one device, another spec under the same id is refused", async () => {
+    const spec = {
+      deviceId: "same",
+      image: { lowers: [], upper: upperIn(join(root, "disks")), virtualSizeBytes: MiB },
+      readOnly: false,
+      exportKind: "nbd" as const,
+    };
+    const [first, second] = await Promise.all([client.create(spec), client.create(spec)]);
+    expect(second).toEqual(first);
+    await expect(client.create({ ...spec, readOnly: true })).rejects.toMatchObject({
+      code: "device_exists",
+      status: 409,
+    });
+    await expect(client.create({ ...spec, deviceId: "thief" })).rejects.toMatchObject({
+      code: "upper_in_use",
+    });
+    expect((await client.list()).filter((device) => device.deviceId === "same")).toHaveLength(1);
+    await client.release("same");
+    await client.release("same");
+    expect(await client.get("same")).toBeUndefined();
+    await expect(client.flush("same")).rejects.toMatchObject({ code: "device_not_found", status: 404 });
+  });
+
+  test("what cannot be a device is refused with a reason, and leaves nothing", async () => {
+    const upper = upperIn(join(root, "disks"));
+    const spec = {
+      deviceId: "bad",
+      image: { lowers: [], upper, virtualSizeBytes: MiB },
+      readOnly: false,
+      exportKind: "nbd" as const,
+    };
+    const cases: [object, string][] = [
+      [{ deviceId: "a/b" }, "bad_request"],
+      [{ exportKind: "ublk" }, "export_unsupported"],
+      [{ image: { lowers: [] } }, "device_without_upper"],
+      [{ image: { lowers: [], upper } }, "device_without_size"],
+      [{ image: { lowers: [], upper, virtualSizeBytes: 1000 } }, "bad_request"],
+      [{ image: { lowers: [{ file: "relative" }], upper } }, "bad_request"],
+    ];
+    for (const [change, code] of cases) {
+      await expect(client.create({ ...spec, ...change })).rejects.toMatchObject({ code, status: 400 });
+    }
+    const missing = { ...spec, image: { lowers: [{ file: join(root, "no-such-layer") }], upper } };
+    await expect(client.create(missing)).rejects.toThrow("no-such-layer");
+    expect(existsSync(upper.data)).toBe(false);
+    expect(await client.get("bad")).toBeUndefined();
+    const info = await client.create(spec);
+    await expectIo(info, "write -P 3 0 64k", "read -P 3 0 64k");
+    await client.release("bad");
+  });
+
+  test("restacks between writes lose none of them", async () => {
+    const info = await createBlank(client, "stacked", 32 * MiB);
+    using raw = await RawClient.open(info.socketPath!, "stacked");
+    const block = 16384;
+    const count = (32 * MiB) / block;
+    const model = new Map<number, number>();
+    let stop = false;
+    const writer = async () => {
+      let cookie = 1;
+      for (let i = 0; !stop; i++) {
+        const slot = (i * 37) % count;
+        const value = i % 251;
+        raw.send(
+          request(
+            Command.write,
+            cookie++,
+            slot * block,
+            block,
+            i % 16 === 0 ? CommandFlag.fua : 0,
+            Buffer.alloc(block, value),
+          ),
+        );
+        expect((await raw.answer()).error).toBe(0);
+        model.set(slot, value);
+      }
+    };
+    const writing = writer();
+    const dir = join(root, "disks");
+    for (let i = 0; i < 6; i++) {
+      await Bun.sleep(30);
+      const sealedPath = join(dir, `stacked-${i}.layer`);
+      const fresh = upperIn(dir);
+      const layer = await client.restack("stacked", sealedPath, fresh);
+      expect(layer.file).toBe(sealedPath);
+      // The answer may have been lost: asking again gives the same.
+      expect(await client.restack("stacked", sealedPath, fresh)).toEqual(layer);
+    }
+    await Bun.sleep(30);
+    stop = true;
+    await writing;
+    const verify = async (socketPath: string) => {
+      using reader = await RawClient.open(socketPath, "stacked");
+      for (const [slot, value] of model) {
+        const data = await reader.read(slot + 1, slot * block, block);
+        expect(Buffer.from(data).equals(Buffer.alloc(block, value))).toBe(true);
+      }
+    };
+    await verify(info.socketPath!);
+    const now = (await client.get("stacked"))!;
+    expect(now.image.lowers).toHaveLength(6);
+    await expect(client.restack("stacked", now.image.lowers[0]!.file, upperIn(dir))).rejects.toMatchObject({
+      code: "restack_target_exists",
+    });
+    await client.release("stacked");
+    const again = await client.create({
+      deviceId: "stacked",
+      image: now.image,
+      readOnly: false,
+      exportKind: "nbd",
+    });
+    await verify(again.socketPath!);
+    await client.release("stacked");
+  });
+
+  test("garbage on an NBD socket ends that connection alone", async () => {
+    const info = await createBlank(client, "noise", MiB);
+    using good = await RawClient.open(info.socketPath!, "noise");
+    for (let i = 0; i < 20; i++) {
+      using bad = await RawClient.connect(info.socketPath!);
+      bad.send(crypto.getRandomValues(new Uint8Array(4096)));
+      await bad.untilClosed();
+      using late = await RawClient.open(info.socketPath!, "noise");
+      late.send(crypto.getRandomValues(new Uint8Array(300)));
+      await late.untilClosed();
+    }
+    expect((await good.read(1, 0, 4096)).length).toBe(4096);
+    expect((await client.stats()).devices.find((d) => d.deviceId === "noise")?.connections).toBe(1);
+    await client.release("noise");
+  });
+
+  test("garbage on the control socket ends that connection alone", async () => {
+    const raw = async (bytes: Uint8Array): Promise<string> => {
+      const { promise, resolve } = Promise.withResolvers<string>();
+      let answer = "";
+      await Bun.connect({
+        unix: options.socketPath,
+        socket: {
+          open: (socket) => void socket.write(bytes),
+          data: (_, chunk) => {
+            answer += chunk.toString();
+          },
+          close: () => resolve(answer),
+        },
+      });
+      return promise;
+    };
+    const frame = (length: number, body = "") => {
+      const head = Buffer.alloc(4);
+      head.writeUInt32LE(length);
+      return Buffer.concat([head, Buffer.from(body)]);
+    };
+    expect(await raw(frame(0xffffffff))).toContain("message length");
+    expect(await raw(frame(0))).toContain("message length");
+    expect(await raw(frame(5, "{bad}"))).toContain("not JSON");
+    expect(await raw(encodeFrame([]))).toContain("bad_message");
+    expect(await raw(encodeFrame({ id: 1, op: "list" }))).toContain("hello_expected");
+    expect(await raw(encodeFrame({ id: 1, op: "hello", version: 99 }))).toContain("blockd_version_mismatch");
+    expect(await raw(Buffer.from("GET / HTTP/1.1\r\n\r\n"))).toContain("message length");
+    expect((await client.stats()).pid).toBeGreaterThan(0);
+  });
+
+  test("an unreadable request on a good connection is answered, the connection lives", async () => {
+    const connection = await BlockdConnection.open(options.socketPath, 5000);
+    const odd = { op: "get", deviceId: "../x" } as const;
+    await expect(connection.call<"get">(odd, 5000)).rejects.toMatchObject({ code: "bad_request" });
+    expect(await connection.call<"get">({ op: "get", deviceId: "x" }, 5000)).toBeNull();
+    connection.close();
+  });
+
+  test("a list of any length comes in pages", async () => {
+    const layers = Array.from({ length: 200 }, (_, i) => ({
+      file: join(root, "x".repeat(200), `layer-${i}`),
+      digest: `sha256:${"0".repeat(64)}`,
+    }));
+    const ids: string[] = [];
+    // Unopenable, so that no layer has to exist: the daemon's own limit is what is looked at.
+    await Promise.allSettled(
+      Array.from({ length: 4 }, (_, i) =>
+        client.create({
+          deviceId: `page-${i}`,
+          image: { lowers: layers, upper: upperIn(join(root, "disks")) },
+          readOnly: false,
+          exportKind: "nbd",
+        }),
+      ),
+    );
+    for (let i = 0; i < 30; i++) {
+      const id = `${"p".repeat(100)}-${String(i).padStart(3, "0")}`;
+      await createBlank(client, id, MiB);
+      ids.push(id);
+    }
+    const listed = (await client.list()).map((device) => device.deviceId);
+    expect(listed).toEqual(ids);
+    expect((await client.stats()).devices.map((device) => device.deviceId)).toEqual(ids);
+    await Promise.all(ids.map((id) => client.release(id)));
+    expect(await client.list()).toEqual([]);
+  });
+
+  test("200 times create, connect, write and release leave descriptors and memory as they were", async () => {
+    const cycle = async (i: number) => {
+      const info = await createBlank(client, `cycle-${i}`, 4 * MiB);
+      using raw = await RawClient.open(info.socketPath!, info.deviceId);
+      raw.send(request(Command.write, 1, 0, 65536, 0, Buffer.alloc(65536, i & 255)));
+      expect((await raw.answer()).error).toBe(0);
+      await client.release(info.deviceId);
+      rmSync(info.image.upper!.data, { force: true });
+      rmSync(info.image.upper!.index!, { force: true });
+    };
+    for (let i = 0; i < 40; i++) await cycle(i);
+    const before = await client.stats();
+    const descriptors = () => readdirSync(`/proc/${before.pid}/fd`).length;
+    const fdsBefore = descriptors();
+    for (let i = 40; i < 240; i++) await cycle(i);
+    await until("descriptors are closed", () => descriptors() <= fdsBefore);
+    const after = await client.stats();
+    expect(after.devices).toEqual([]);
+    expect(after.rssBytes - before.rssBytes).toBeLessThan(24 * MiB);
+    expect(readdirSync(join(options.runtimeDir, "nbd"))).toEqual([]);
+    expect(readdirSync(join(options.runtimeDir, "devices"))).toEqual([]);
+  });
+
+  test("clients that never read their answers cost little memory and nobody else's time", async () => {
+    const info = await createBlank(client, "slow", 64 * MiB);
+    await expectIo(info, "write -P 9 0 64M");
+    const before = (await client.stats()).rssBytes;
+    const slow: RawClient[] = [];
+    for (let i = 0; i < 8; i++) {
+      const raw = await RawClient.open(info.socketPath!, "slow");
+      raw.pause();
+      raw.send(Buffer.concat(Array.from({ length: 500 }, (_, n) => request(Command.read, n, 0, 32 * MiB))));
+      slow.push(raw);
+    }
+    await Bun.sleep(300);
+    await expectIo(info, "read -P 9 0 8M");
+    const grown = (await client.stats()).rssBytes - before;
+    expect(grown).toBeLessThan(48 * MiB);
+    // One of them wakes up and finds its answer whole.
+    slow[0]!.resume();
+    const answer = await slow[0]!.answer(20_000);
+    expect(answer.chunks.reduce((sum, chunk) => sum + chunk.data.length, 0)).toBe(32 * MiB);
+    expect(answer.chunks.every((chunk) => chunk.data[0] === 9 && chunk.data.at(-1) === 9)).toBe(true);
+    for (const raw of slow) raw[Symbol.dispose]();
+    await client.release("slow");
+  });
+
+  test("a full disk is ENOSPC for the guest, the device and the daemon go on", async () => {
+    const dir = join(root, "tiny");
+    mkdirSync(dir);
+    const mounted = await tryCommand(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", dir]);
+    if (mounted.exitCode !== 0) {
+      console.log(`skipped: a tmpfs cannot be mounted here: ${mounted.stderr.trim()}`);
+      return;
+    }
+    try {
+      const info = await createBlank(client, "tiny", 64 * MiB, dir);
+      await expectIo(info, "write -P 4 0 1M");
+      using raw = await RawClient.open(info.socketPath!, "tiny");
+      let error = 0;
+      for (let i = 1; i < 32 && error === 0; i++) {
+        raw.send(request(Command.write, i, i * MiB, MiB, 0, Buffer.alloc(MiB, i)));
+        error = (await raw.answer()).error;
+      }
+      expect(error).toBe(28);
+      await expectIo(info, "read -P 4 0 1M", "read -P 1 1M 1M");
+      expect(readFileSync(options.logPath, "utf8")).toContain("write failed, the guest was told");
+      await client.release("tiny");
+    } finally {
+      await tryCommand(["umount", dir]);
+    }
+  });
+});
+
+describe("life and death", () => {
+  test("kill -9: what was acknowledged is there again, at the same socket, also for a connected QEMU", async () => {
+    const supervised = await supervise(optionsFor("killed"));
+    const { client } = supervised;
+    const info = await createBlank(client, "victim");
+    const sealed = join(root, "disks", "victim.layer");
+    await expectIo(info, "write -P 1 0 1M");
+    await client.restack("victim", sealed, upperIn(join(root, "disks")));
+    const { pid } = await client.stats();
+    const image = `driver=nbd,server.type=unix,server.path=${info.socketPath},export=victim,reconnect-delay=20`;
+    const qemu = Bun.spawn(
+      [
+        "qemu-io",
+        "--image-opts",
+        image,
+        "-c",
+        "write -P 2 1M 1M",
+        "-c",
+        "sleep 1500",
+        "-c",
+        "write -P 3 2M 1M",
+        "-c",
+        "read -P 2 1M 1M",
+        "-c",
+        "read -P 3 2M 1M",
+      ],
+      { stdout: "pipe", stderr: "pipe", timeout: 30_000 },
+    );
+    using raw = await RawClient.open(info.socketPath!, "victim");
+    let written = 0;
+    const writer = (async () => {
+      for (let i = 0; !raw.closed; i++) {
+        raw.send(request(Command.write, i, 8 * MiB + i * 4096, 4096, 0, Buffer.alloc(4096, (i % 255) + 1)));
+        await raw.answer();
+        written = i + 1;
+      }
+    })().catch((error: unknown) => error);
+    await Bun.sleep(700);
+    process.kill(pid, "SIGKILL");
+    await writer;
+    expect(written).toBeGreaterThan(0);
+    // Waits for the new daemon by itself.
+    const [again] = await client.list();
+    const next = (await client.stats()).pid;
+    started.add(next);
+    expect(next).not.toBe(pid);
+    expect(again?.socketPath).toBe(info.socketPath);
+    expect(again?.failure).toBeUndefined();
+    expect(again?.image.lowers.map((lower) => lower.file)).toEqual([sealed]);
+    using reader = await RawClient.open(info.socketPath!, "victim");
+    for (let i = 0; i < Math.min(written, 4000); i++) {
+      const data = await reader.read(i, 8 * MiB + i * 4096, 4096);
+      expect(data[0]).toBe((i % 255) + 1);
+    }
+    const output = (await new Response(qemu.stdout).text()) + (await new Response(qemu.stderr).text());
+    expect(await qemu.exited, output).toBe(0);
+    expect(output).not.toMatch(/fail|error/i);
+    await expectIo(info, "read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 1M");
+    await end(supervised);
+    await until("the daemon has ended", () => !isBlockd(next));
+  });
+
+  test("calls under way fail clearly when the daemon dies; without a supervisor the next ones, too", async () => {
+    const options = optionsFor("alone");
+    const supervised = await supervise(options);
+    await supervised[Symbol.asyncDispose]();
+    // The daemon outlived its supervisor.
+    const client = await connectBlockd(options.socketPath);
+    const { pid } = await client.stats();
+    process.kill(pid, "SIGSTOP");
+    const hanging = client.list();
+    await expect(connectBlockd(options.socketPath, { timeoutMs: 200 })).rejects.toMatchObject({
+      code: "blockd_timeout",
+      status: 504,
+    });
+    process.kill(pid, "SIGKILL");
+    await expect(hanging).rejects.toMatchObject({ code: "blockd_unavailable", status: 503 });
+    await expect(client.list()).rejects.toMatchObject({ code: "blockd_unavailable", status: 503 });
+    // The dead one's socket file is no obstacle, and the old client finds the new daemon.
+    const revived = await supervise(options);
+    expect(await client.list()).toEqual([]);
+    await end(revived);
+    await expect(client.list()).rejects.toMatchObject({ code: "blockd_unavailable" });
+    await client[Symbol.asyncDispose]();
+  });
+
+  test("SIGTERM closes everything, exit code 0; the next daemon exports the devices again", async () => {
+    const options = optionsFor("term");
+    const run = () => {
+      const child = Bun.spawn(
+        [...DAEMON, "--socket", options.socketPath, "--runtime-dir", options.runtimeDir],
+        {
+          stdio: ["ignore", "ignore", "ignore"],
+        },
+      );
+      started.add(child.pid);
+      return child;
+    };
+    const first = run();
+    await until("daemon listens", () => existsSync(options.socketPath));
+    const client = await connectBlockd(options.socketPath, { connectPatienceMs: 5000 });
+    const info = await createBlank(client, "kept");
+    await expectIo(info, "write -P 5 0 1M");
+    first.kill("SIGTERM");
+    expect(await first.exited).toBe(0);
+    expect(existsSync(options.socketPath)).toBe(false);
+    expect(existsSync(info.socketPath!)).toBe(false);
+    const second = run();
+    expect((await client.list()).map((device) => device.socketPath)).toEqual([info.socketPath]);
+    await expectIo(info, "read -P 5 0 1M");
+    // Another one for the same place is refused and harms nothing.
+    const third = run();
+    expect(await third.exited).toBe(1);
+    expect((await client.stats()).pid).toBe(second.pid);
+    await client.shutdown();
+    expect(await second.exited).toBe(0);
+    expect(readdirSync(join(options.runtimeDir, "devices"))).toEqual([]);
+    await client[Symbol.asyncDispose]();
+  });
+
+  test("bad usage and bad places are told apart by exit code and words", async () => {
+    const run = (...args: string[]) => tryCommand([...DAEMON, ...args], { timeoutMs: 10_000 });
+    const usage = await run("--socket", "/tmp/x");
+    expect(usage.exitCode).toBe(2);
+    expect(usage.stderr).toContain("usage:");
+    expect((await run("--socket", "/tmp/x", "--runtime-dir", "/tmp/y", "--workers", "0")).exitCode).toBe(2);
+    const deep = join(root, "d".repeat(100));
+    const long = await run("--socket", join(root, "s"), "--runtime-dir", deep);
+    expect(long.exitCode).toBe(1);
+    expect(long.stderr).toContain("shorter");
+    const file = join(root, "precious");
+    writeFileSync(file, "not a socket");
+    const taken = await run("--socket", file, "--runtime-dir", join(root, "taken"));
+    expect(taken.exitCode).toBe(1);
+    expect(readFileSync(file, "utf8")).toBe("not a socket");
+  });
+
+  test("a daemon that cannot start is an error with its own last words", async () => {
+    const options = { ...optionsFor("broken"), argv: ["/bin/sh", "-c", "echo 'no luck today' >&2; exit 3"] };
+    const failed = superviseBlockd(options, silent);
+    await expect(failed).rejects.toMatchObject({ code: "blockd_unavailable", status: 503 });
+    await expect(failed).rejects.toThrow("no luck today");
+    const absent = superviseBlockd({ ...options, argv: ["/nonexistent/agentenv"] }, silent);
+    await expect(absent).rejects.toMatchObject({ code: "blockd_unavailable" });
+  });
+
+  test("a running daemon is found, not replaced; two supervisors at once end up with one", async () => {
+    const options = optionsFor("found");
+    const [a, b] = await Promise.all([supervise(options), supervise(options)]);
+    const pids = [(await a.client.stats()).pid, (await b.client.stats()).pid];
+    expect(pids[0]).toBe(pids[1]!);
+    await b[Symbol.asyncDispose]();
+    expect(isBlockd(pids[0]!)).toBe(true);
+    await end(a);
+    await until("the daemon has ended", () => !isBlockd(pids[0]!));
+  });
+
+  test("a restack cut off before its record was written is completed, one cut off before it began is dropped", async () => {
+    const options = optionsFor("cut");
+    const dir = join(root, "disks");
+    const first = await supervise(options);
+    const info = await createBlank(first.client, "cut");
+    await expectIo(info, "write -P 6 0 1M");
+    const recordPath = join(options.runtimeDir, "devices", `${fileStem("cut")}.json`);
+    const before = JSON.parse(readFileSync(recordPath, "utf8")) as Record<string, unknown>;
+    const [sealedPath, fresh] = [join(dir, "cut.layer"), upperIn(dir)];
+    await first.client.restack("cut", sealedPath, fresh);
+    await expectIo(info, "write -P 8 1M 1M");
+    await first[Symbol.asyncDispose]();
+    const killed = await connectBlockd(options.socketPath);
+    process.kill((await killed.stats()).pid, "SIGKILL");
+    // As if it had died between the restack and the update of its table.
+    writeFileSync(recordPath, JSON.stringify({ ...before, restacking: { sealedPath, freshUpper: fresh } }));
+    const second = await supervise(options);
+    const device = (await second.client.get("cut"))!;
+    expect(device.failure).toBeUndefined();
+    expect(device.image.lowers.map((lower) => lower.file)).toEqual([sealedPath]);
+    expect(device.image.upper).toEqual(fresh);
+    await expectIo(device, "read -P 6 0 1M", "read -P 8 1M 1M");
+    // The caller who lost the answer asks again.
+    expect((await second.client.restack("cut", sealedPath, fresh)).file).toBe(sealedPath);
+
+    // And as if it had died after noting its intent, before anything was done.
+    const now = JSON.parse(readFileSync(recordPath, "utf8")) as Record<string, unknown>;
+    await second[Symbol.asyncDispose]();
+    process.kill((await killed.stats()).pid, "SIGKILL");
+    const next = { sealedPath: join(dir, "cut-2.layer"), freshUpper: upperIn(dir) };
+    writeFileSync(recordPath, JSON.stringify({ ...now, restacking: next }));
+    const third = await supervise(options);
+    expect((await third.client.get("cut"))?.image).toEqual(device.image);
+    await expectIo(device, "read -P 6 0 1M", "read -P 8 1M 1M");
+    expect((await third.client.restack("cut", next.sealedPath, next.freshUpper)).file).toBe(next.sealedPath);
+    await expectIo(device, "read -P 6 0 1M", "read -P 8 1M 1M");
+    await killed[Symbol.asyncDispose]();
+    await end(third);
+  });
+
+  test("a lost upper is reported and never replaced by an empty one; a torn record harms no other device", async () => {
+    const options = optionsFor("lost");
+    const first = await supervise(options);
+    const [lost, fine] = [await createBlank(first.client, "lost"), await createBlank(first.client, "fine")];
+    await expectIo(fine, "write -P 2 0 64k");
+    const { pid } = await first.client.stats();
+    await first[Symbol.asyncDispose]();
+    process.kill(pid, "SIGKILL");
+    rmSync(lost.image.upper!.data);
+    writeFileSync(join(options.runtimeDir, "devices", "torn.json"), '{"version":1,');
+    const second = await supervise(options);
+    const devices = await second.client.list();
+    expect(devices.map((device) => [device.deviceId, device.failure === undefined])).toEqual([
+      ["fine", true],
+      ["lost", false],
+    ]);
+    expect(devices[1]!.failure).toContain(lost.image.upper!.data);
+    expect(existsSync(lost.image.upper!.data)).toBe(false);
+    await expect(second.client.flush("lost")).rejects.toMatchObject({ code: "device_unavailable" });
+    await expectIo(fine, "read -P 2 0 64k");
+    expect(readdirSync(join(options.runtimeDir, "devices"))).toContain("torn.json.corrupt");
+    await second.client.release("lost");
+    expect((await second.client.list()).map((device) => device.deviceId)).toEqual(["fine"]);
+    await end(second);
+  });
+
+  test("a client that was disposed says so", async () => {
+    const options = optionsFor("disposed");
+    const supervised = await supervise(options);
+    const client = await connectBlockd(options.socketPath);
+    await client[Symbol.asyncDispose]();
+    await expect(client.list()).rejects.toBeInstanceOf(AenvError);
+    await end(supervised);
+  });
+});
