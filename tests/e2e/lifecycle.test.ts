@@ -1,0 +1,266 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { readdir, readFile } from "node:fs/promises";
+import { join } from "node:path";
+import { CommandExitError, Sandbox } from "e2b";
+import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
+import { hostObjects, TestServer } from "../support/server.ts";
+
+/*
+ * The main job with real parts only: a registry, an image made from Debian packages, microVMs, the
+ * unmodified SDK, the executable itself. The tests build on each other and run in this order.
+ */
+
+let server: TestServer;
+let registry: LocalRegistry;
+let connection: { apiKey: string; apiUrl: string; sandboxUrl: string };
+let sandbox: Sandbox;
+const TEMPLATE = "e2e";
+
+beforeAll(async () => {
+  server = await TestServer.create();
+  registry = await startDebianRegistry(join(server.home, "registry"));
+  await server.start();
+  connection = await server.connection();
+}, 300_000);
+
+afterAll(async () => {
+  await server?.[Symbol.asyncDispose]();
+  await registry?.[Symbol.asyncDispose]();
+}, 120_000);
+
+const cli = async (...args: string[]) => {
+  const result = await server.run(args);
+  if (result.exitCode !== 0) throw new Error(`aenv ${args.join(" ")}: ${result.stderr}${result.stdout}`);
+  return result.stdout.trim();
+};
+
+/** Files under a directory, without following links. */
+async function files(dir: string): Promise<string[]> {
+  return (await readdir(dir, { recursive: true, withFileTypes: true }).catch(() => []))
+    .filter((entry) => entry.isFile())
+    .map((entry) => join(entry.parentPath, entry.name));
+}
+
+test("aenv pull makes a template from the registry's image", async () => {
+  const auth = await server.run(["auth"], `${server.url}\n${connection.apiKey}\n`);
+  expect(auth.stdout).toContain("Credentials saved.");
+  const out = await cli("pull", registry.debian, "--name", TEMPLATE, "--cpu", "1", "--memory", "384");
+  expect(out).toContain("Created template");
+  expect(out).toContain("is ready");
+  const [template] = JSON.parse(await cli("template", "list"));
+  expect(template).toMatchObject({ names: [TEMPLATE], buildStatus: "ready", memoryMB: 384 });
+}, 300_000);
+
+test("a sandbox starts from the template and runs commands", async () => {
+  sandbox = await Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000, envs: { COLOUR: "blue" } });
+  const result = await sandbox.commands.run("echo out; echo err >&2; echo $COLOUR");
+  expect(result).toMatchObject({ exitCode: 0, stdout: "out\nblue\n", stderr: "err\n" });
+  const failed = sandbox.commands.run("echo partial; exit 7");
+  await expect(failed).rejects.toBeInstanceOf(CommandExitError);
+  await failed.catch((error: CommandExitError) =>
+    expect(error).toMatchObject({ exitCode: 7, stdout: "partial\n" }),
+  );
+  const python = await sandbox.commands.run("python3 -c 'import sys; print(sys.version_info >= (3, 9))'");
+  expect(python.stdout).toBe("True\n");
+  expect(await sandbox.isRunning()).toBe(true);
+}, 120_000);
+
+test("files are written and read, text and bytes", async () => {
+  await sandbox.files.write("/tmp/hello.txt", "hello world");
+  expect(await sandbox.files.read("/tmp/hello.txt")).toBe("hello world");
+  const bytes = new Uint8Array(Array.from({ length: 256 * 1024 }, (_, i) => (i * 7) & 255));
+  await sandbox.files.write("/var/deep/er/bytes.bin", bytes.buffer as ArrayBuffer);
+  expect(Buffer.from(await sandbox.files.read("/var/deep/er/bytes.bin", { format: "bytes" }))).toEqual(
+    Buffer.from(bytes),
+  );
+  const sum = await sandbox.commands.run("sha256sum /var/deep/er/bytes.bin");
+  expect(sum.stdout).toStartWith(new Bun.CryptoHasher("sha256").update(bytes).digest("hex"));
+});
+
+test("the guest reaches the outside through its own address and is told a name server", async () => {
+  const route = await sandbox.commands.run("cat /proc/net/route | wc -l; cat /etc/resolv.conf");
+  expect(route.stdout).toContain("nameserver");
+});
+
+describe("pause, kill -9 of the server, resume", () => {
+  let pid: number;
+  let counted: number;
+  const counter = async (target: Sandbox) => Number(await target.files.read("/tmp/counter"));
+
+  test("a paused sandbox survives the server's death", async () => {
+    const script =
+      "n=0; while :; do n=$((n+1)); echo $n > /tmp/counter.new; mv /tmp/counter.new /tmp/counter; sleep 0.1; done";
+    const process_ = await sandbox.commands.run(script, { background: true, timeoutMs: 0 });
+    pid = process_.pid;
+    await sandbox.files.write("/root/kept", "on disk");
+    for (let i = 0; i < 100 && !(await sandbox.files.exists("/tmp/counter")); i++) await Bun.sleep(100);
+    counted = await counter(sandbox);
+    expect(await sandbox.pause()).toBe(true);
+    expect(await sandbox.pause()).toBe(false);
+    expect((await Sandbox.getInfo(sandbox.sandboxId, connection)).state).toBe("paused");
+    // No VM is left while it is paused.
+    expect((await hostObjects(server)).filter((line) => line.includes("qemu"))).toEqual([]);
+    await server.kill9();
+    await server.start();
+    const [listed] = JSON.parse(await cli("list"));
+    expect(listed).toMatchObject({ sandboxID: sandbox.sandboxId, state: "paused" });
+  }, 120_000);
+
+  test("it resumes with the same process and its files", async () => {
+    const token = (await Sandbox.getInfo(sandbox.sandboxId, connection)) as { envdAccessToken?: string };
+    sandbox = await Sandbox.connect(sandbox.sandboxId, { ...connection, timeoutMs: 600_000 });
+    expect(token).toBeDefined();
+    const processes = await sandbox.commands.list();
+    expect(processes.map((process_) => process_.pid)).toContain(pid);
+    expect(await sandbox.files.read("/root/kept")).toBe("on disk");
+    let now = await counter(sandbox);
+    for (let i = 0; i < 100 && now <= counted; i++) {
+      await Bun.sleep(200);
+      now = await counter(sandbox);
+    }
+    expect(now).toBeGreaterThan(counted);
+  }, 120_000);
+
+  test("its clock is right with the first command", async () => {
+    await sandbox.pause();
+    await Bun.sleep(3000);
+    sandbox = await Sandbox.connect(sandbox.sandboxId, { ...connection, timeoutMs: 600_000 });
+    const before = Date.now() / 1000;
+    const guest = Number((await sandbox.commands.run("date +%s.%N")).stdout);
+    const after = Date.now() / 1000;
+    expect(guest).toBeGreaterThan(before - 1);
+    expect(guest).toBeLessThan(after + 1);
+  }, 120_000);
+});
+
+test("two sandboxes of one snapshot differ in disk, memory, identity and randomness, and share the memory file", async () => {
+  const [one, two] = await Promise.all([
+    Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 }),
+    Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 }),
+  ]);
+  expect(one.sandboxId).not.toBe(two.sandboxId);
+  const random = "head -c 16 /dev/urandom | od -An -tx1";
+  const values = await Promise.all(
+    [one, two].map(async (clone, i) => {
+      await clone.files.write("/root/mine", `clone ${i}`);
+      await clone.files.write("/dev/shm/mine", `memory ${i}`);
+      return (await clone.commands.run(`${random}; echo $E2B_SANDBOX_ID; hostname`)).stdout.split("\n");
+    }),
+  );
+  expect(values[0]![0]).not.toBe(values[1]![0]);
+  expect(values.map((lines) => lines[1])).toEqual([one.sandboxId, two.sandboxId]);
+  expect(values[0]![2]).not.toBe(values[1]![2]);
+  for (const [i, clone] of [one, two].entries()) {
+    expect(await clone.files.read("/root/mine")).toBe(`clone ${i}`);
+    expect(await clone.files.read("/dev/shm/mine")).toBe(`memory ${i}`);
+  }
+  const vms = (await hostObjects(server)).filter(
+    (line) => line.startsWith("process") && line.includes("qemu"),
+  );
+  expect(vms.length).toBe(3);
+  const memoryFiles = new Set<string>();
+  for (const line of vms) {
+    const pid = /process (\d+)/.exec(line)![1];
+    const command = await readFile(`/proc/${pid}/cmdline`, "utf8");
+    memoryFiles.add(/mem-path=([^,\0]+)/.exec(command)![1]!);
+  }
+  // The resumed one has a chain of its own; the two fresh ones have one file between them.
+  expect(memoryFiles.size).toBe(2);
+  await Promise.all([one.kill(), two.kill()]);
+}, 180_000);
+
+test("a VMM that is killed is noticed; the sandbox is gone and clients are told", async () => {
+  const victim = await Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 });
+  const running = victim.commands.run("sleep 600", { timeoutMs: 0 });
+  const outcome = running.then(
+    () => "ended",
+    () => "failed",
+  );
+  await Bun.sleep(500);
+  const live = (await hostObjects(server)).filter((line) => line.includes("qemu"));
+  let pid: number | undefined;
+  for (const line of live) {
+    const candidate = Number(/process (\d+)/.exec(line)![1]);
+    const command = await readFile(`/proc/${candidate}/cmdline`, "utf8");
+    if (command.includes(victim.sandboxId)) pid = candidate;
+  }
+  expect(pid).toBeDefined();
+  process.kill(pid!, "SIGKILL");
+  expect(await outcome).toBe("failed");
+  for (let i = 0; i < 50; i++) {
+    const state = await fetch(`${server.url}/sandboxes/${victim.sandboxId}`, {
+      headers: { "x-api-key": connection.apiKey },
+    });
+    if (state.status === 404) break;
+    await Bun.sleep(100);
+  }
+  expect(await victim.isRunning()).toBe(false);
+  expect(await victim.kill()).toBe(false);
+}, 120_000);
+
+test("the command line runs commands with their output and status", async () => {
+  const id = await cli("start", TEMPLATE, "-d");
+  const run = await server.run(["exec", id, "--", "sh", "-c", "echo to-out; echo to-err >&2; exit 3"]);
+  expect(run).toEqual({ exitCode: 3, stdout: "to-out\n", stderr: "to-err\n" });
+  expect(await cli("pause", id)).toBe(`Paused ${id}`);
+  expect(await cli("pause", id)).toBe(`Paused ${id}`);
+  expect((await server.run(["exec", id, "true"])).stderr).toContain("is paused");
+  expect(await cli("resume", id, "--timeout", "600")).toBe(`Resumed ${id}`);
+  expect(await cli("timeout", id, "900")).toBe(`Timeout for ${id} set to 900s`);
+  expect(await cli("delete", id)).toBe(`Deleted sandbox ${id}`);
+  const gone = await server.run(["delete", id]);
+  expect(gone.exitCode).toBe(1);
+  expect(gone.stderr).toContain("HTTP 404");
+}, 120_000);
+
+test("ten rounds of pause and resume keep every file", async () => {
+  const id = sandbox.sandboxId;
+  for (let round = 0; round < 10; round++) {
+    await sandbox.files.write(`/root/round-${round}`, `${round}`.repeat(10_000));
+    await sandbox.commands.run(`echo ${round} >> /root/log`);
+    await sandbox.pause();
+    sandbox = await Sandbox.connect(id, { ...connection, timeoutMs: 600_000 });
+    for (let earlier = 0; earlier <= round; earlier++) {
+      expect(await sandbox.files.read(`/root/round-${earlier}`)).toBe(`${earlier}`.repeat(10_000));
+    }
+  }
+  expect((await sandbox.files.read("/root/log")).split("\n")).toHaveLength(11);
+}, 240_000);
+
+test("an orderly stop pauses what runs, and the next start has it", async () => {
+  expect(await server.stop()).toBe(0);
+  expect((await hostObjects(server)).filter((line) => line.startsWith("process"))).toEqual([]);
+  await server.start();
+  expect((await Sandbox.getInfo(sandbox.sandboxId, connection)).state).toBe("paused");
+  sandbox = await Sandbox.connect(sandbox.sandboxId, { ...connection, timeoutMs: 600_000 });
+  expect(await sandbox.files.read("/root/kept")).toBe("on disk");
+}, 120_000);
+
+test("a server killed under a running sandbox leaves nothing of it behind", async () => {
+  await server.kill9();
+  await server.start();
+  for (let i = 0; i < 100; i++) {
+    if (!(await hostObjects(server)).some((line) => line.includes("qemu"))) break;
+    await Bun.sleep(100);
+  }
+  expect((await hostObjects(server)).filter((line) => line.includes("qemu"))).toEqual([]);
+  const listed = JSON.parse(await cli("list"));
+  // What it was is not claimed: only what can be started again is listed.
+  for (const entry of listed) expect(entry.state).toBe("paused");
+  for (const entry of listed) await cli("delete", entry.sandboxID);
+}, 120_000);
+
+test("after the last delete nothing is left: processes, namespaces, routes, mounts, files", async () => {
+  await cli("template", "delete", TEMPLATE);
+  expect(JSON.parse(await cli("list"))).toEqual([]);
+  expect(JSON.parse(await cli("template", "list"))).toEqual([]);
+  const objects = (await hostObjects(server)).filter(
+    (line) =>
+      !line.includes("agentenv serve") && !line.includes("blockd") && !line.includes("docker-registry"),
+  );
+  expect(objects).toEqual([]);
+  expect(await files(join(server.home, "sandboxes"))).toEqual([]);
+  expect(await files(join(server.home, "persisted-sandboxes/artifacts"))).toEqual([]);
+  expect(await server.stop()).toBe(0);
+  expect((await hostObjects(server)).filter((line) => !line.includes("docker-registry"))).toEqual([]);
+}, 120_000);

@@ -1,0 +1,192 @@
+import { mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join, resolve } from "node:path";
+
+const ROOT = resolve(import.meta.dir, "../..");
+const START_TIMEOUT_MS = 30_000;
+
+export interface TestServerOptions {
+  /** Extra TOML, e.g. `[image.resolver]\nallow_local_paths = true`. */
+  readonly toml?: string;
+  readonly env?: Readonly<Record<string, string>>;
+}
+
+/** The real executable as a server of its own: home, runtime directory, ports and address pools. */
+export class TestServer implements AsyncDisposable {
+  readonly home: string;
+  readonly runtime: string;
+  readonly url: string;
+  readonly #env: Record<string, string>;
+  #child: Bun.Subprocess<"ignore", "ignore", Bun.BunFile> | undefined;
+
+  private constructor(home: string, runtime: string, url: string, env: Record<string, string>) {
+    this.home = home;
+    this.runtime = runtime;
+    this.url = url;
+    this.#env = env;
+  }
+
+  static async create(options: TestServerOptions = {}): Promise<TestServer> {
+    const home = await mkdtemp(join(tmpdir(), "aenv-e2e-"));
+    const runtime = await mkdtemp("/run/aenv-t-");
+    const port = freePort();
+    // Pools apart from a server that may run on this machine, and from other tests.
+    const pool = 64 + Math.floor(Math.random() * 60) * 2;
+    const config = join(home, "config.toml");
+    await writeFile(
+      config,
+      `[network.internal]\nhost_interaction_cidr = "10.${pool}.0.0/16"\nveth_cidr = "10.${pool + 1}.0.0/16"\n${options.toml ?? ""}\n`,
+    );
+    return new TestServer(home, runtime, `http://127.0.0.1:${port}`, {
+      PATH: process.env.PATH ?? "/usr/bin:/bin:/usr/sbin:/sbin",
+      HOME: home,
+      AENV_HOME_PATH: home,
+      AENV_RUNTIME_PATH: runtime,
+      AENV_DEPS_PATH: join(testHome(), "deps"),
+      AENV_CONFIG_PATH: config,
+      API_ADDR: `127.0.0.1:${port}`,
+      XDG_CONFIG_HOME: join(home, "client"),
+      ...options.env,
+    });
+  }
+
+  get environment(): Readonly<Record<string, string>> {
+    return this.#env;
+  }
+
+  get logPath(): string {
+    return join(this.home, "server.log");
+  }
+
+  get pid(): number {
+    if (this.#child === undefined) throw new Error("the server does not run");
+    return this.#child.pid;
+  }
+
+  /** Starts it and waits for /health; resolves with the milliseconds that took. */
+  async start(): Promise<number> {
+    const began = performance.now();
+    this.#child = Bun.spawn([join(ROOT, "dist/agentenv"), "serve"], {
+      cwd: this.home,
+      env: this.#env,
+      stdin: "ignore",
+      stdout: "ignore",
+      stderr: Bun.file(this.logPath),
+    });
+    for (;;) {
+      if (this.#child.exitCode !== null) throw new Error(`the server ended:\n${await this.log()}`);
+      try {
+        const { status } = await fetch(`${this.url}/health`);
+        if (status === 204) return performance.now() - began;
+      } catch (error) {
+        if (performance.now() - began > START_TIMEOUT_MS) throw error;
+      }
+      await Bun.sleep(5);
+    }
+  }
+
+  async apiKey(): Promise<string> {
+    return (await readFile(join(this.home, "secrets/api-key"), "utf8")).trim();
+  }
+
+  /** Options for the e2b client. */
+  async connection(): Promise<{ apiKey: string; apiUrl: string; sandboxUrl: string }> {
+    return { apiKey: await this.apiKey(), apiUrl: this.url, sandboxUrl: this.url };
+  }
+
+  async log(): Promise<string> {
+    return Bun.file(this.logPath).text();
+  }
+
+  /** Runs a program of the executable (the command line, doctor …) against this server. */
+  async run(
+    args: readonly string[],
+    stdin = "",
+  ): Promise<{ readonly exitCode: number; readonly stdout: string; readonly stderr: string }> {
+    const child = Bun.spawn([join(ROOT, "dist/agentenv"), ...args], {
+      cwd: this.home,
+      env: this.#env,
+      stdin: new Blob([stdin]),
+      stdout: "pipe",
+      stderr: "pipe",
+    });
+    const [stdout, stderr, exitCode] = await Promise.all([
+      new Response(child.stdout).text(),
+      new Response(child.stderr).text(),
+      child.exited,
+    ]);
+    return { exitCode, stdout, stderr };
+  }
+
+  async kill9(): Promise<void> {
+    this.#child?.kill("SIGKILL");
+    await this.#child?.exited;
+    this.#child = undefined;
+  }
+
+  /** Orderly stop; resolves with the exit status. */
+  async stop(): Promise<number> {
+    const child = this.#child;
+    if (child === undefined) return 0;
+    child.kill("SIGTERM");
+    await child.exited;
+    this.#child = undefined;
+    return child.exitCode ?? -1;
+  }
+
+  /** Stops it and removes its directories. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.stop();
+    await rm(this.home, { recursive: true, force: true });
+    await rm(this.runtime, { recursive: true, force: true });
+  }
+}
+
+/** Home whose `deps` hold the guest kernel and the VMM. */
+export function testHome(): string {
+  return process.env.AENV_TEST_HOME ?? join(ROOT, ".aenv/home");
+}
+
+function freePort(): number {
+  const listener = Bun.listen({
+    hostname: "127.0.0.1",
+    port: 0,
+    socket: { data: () => undefined },
+  });
+  const { port } = listener;
+  listener.stop(true);
+  return port;
+}
+
+/** Host objects that belong to a server with this runtime directory and home. */
+export async function hostObjects(server: TestServer): Promise<string[]> {
+  const found: string[] = [];
+  for (const pid of await pidsMentioning([server.home, server.runtime])) {
+    const command = (await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "")).replaceAll("\0", " ");
+    found.push(`process ${pid}: ${command.slice(0, 120)}`);
+  }
+  const mounts = await readFile("/proc/self/mounts", "utf8");
+  for (const line of mounts.split("\n")) {
+    if (line.includes(server.runtime)) found.push(`mount ${line.split(" ")[1]}`);
+  }
+  const prefix = /host_interaction_cidr = "(10\.\d+)\./.exec(
+    await readFile(join(server.home, "config.toml"), "utf8"),
+  )?.[1];
+  const routes = Bun.spawnSync(["ip", "-4", "route"]).stdout.toString();
+  for (const line of routes.split("\n")) {
+    if (prefix !== undefined && line.startsWith(`${prefix}.`)) found.push(`route ${line.trim()}`);
+  }
+  return found;
+}
+
+async function pidsMentioning(texts: readonly string[]): Promise<number[]> {
+  const pids: number[] = [];
+  for (const entry of new Bun.Glob("[0-9]*").scanSync({ cwd: "/proc", onlyFiles: false })) {
+    const pid = Number(entry);
+    if (pid === process.pid) continue;
+    // A process may end between the listing and the look.
+    const command = await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "");
+    if (texts.some((text) => command.includes(text))) pids.push(pid);
+  }
+  return pids;
+}
