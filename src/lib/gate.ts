@@ -22,6 +22,11 @@ export class Gate {
     return this.#running;
   }
 
+  /** Whether the next task would be refused. */
+  get full(): boolean {
+    return this.#running >= this.#limit && this.#waiting.length >= this.#queueLimit;
+  }
+
   async run<T>(task: () => Promise<T>): Promise<T> {
     if (this.#running >= this.#limit) {
       if (this.#waiting.length >= this.#queueLimit) {

@@ -111,3 +111,9 @@ export interface Orchestrator extends AsyncDisposable {
   /** Pauses and persists every running sandbox, then refuses further work. */
   shutdown(): Promise<void>;
 }
+
+/** What the server needs beyond what requests need. */
+export interface NodeOrchestrator extends Orchestrator {
+  /** Removes stored layers that no template, snapshot, running or paused sandbox uses. */
+  collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }>;
+}

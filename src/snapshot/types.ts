@@ -26,7 +26,7 @@ export type SnapshotSource =
       readonly kind: "template";
       readonly build: BuildRecord;
       /** Names (`alias` or `alias:tag`) that shall point at this build once it is ready. */
-      readonly names: readonly string[];
+      readonly names?: readonly string[];
     }
   | { readonly kind: "sandbox"; readonly sourceSandboxId: string };
 

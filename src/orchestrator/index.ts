@@ -1,0 +1,3 @@
+export { lockHome } from "./home.ts";
+export { createOrchestrator, type OrchestratorOptions } from "./orchestrator.ts";
+export type * from "./types.ts";

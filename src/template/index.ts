@@ -1,0 +1,2 @@
+export { type BuildLimits, createTemplateService, type TemplateServiceOptions } from "./service.ts";
+export type * from "./types.ts";

@@ -1,0 +1,115 @@
+import type { ProgressEvent, ProgressSink } from "../lib/progress.ts";
+import type { BuildLogEntry } from "./types.ts";
+
+const MAX_ENTRIES = 50_000;
+const TAIL_ENTRIES = 500;
+const MAX_MESSAGE_CHARS = 8192;
+const PROGRESS_INTERVAL_MS = 2000;
+
+/**
+ * Log of one build. Readers page by offset, so entries never move: past the limit a marker is written
+ * once and only the last entries are kept aside, to be added when the build ends.
+ */
+export class BuildLog {
+  readonly #entries: BuildLogEntry[];
+  #tail: BuildLogEntry[] = [];
+  #dropped = 0;
+  readonly #onEntry: ((entry: BuildLogEntry) => void) | undefined;
+
+  constructor(entries: readonly BuildLogEntry[] = [], onEntry?: (entry: BuildLogEntry) => void) {
+    this.#entries = [...entries];
+    this.#onEntry = onEntry;
+  }
+
+  get entries(): readonly BuildLogEntry[] {
+    return this.#entries;
+  }
+
+  add(level: BuildLogEntry["level"], message: string, step?: string): void {
+    const entry: BuildLogEntry = {
+      timestamp: new Date().toISOString(),
+      level,
+      message: message.length > MAX_MESSAGE_CHARS ? `${message.slice(0, MAX_MESSAGE_CHARS)}…` : message,
+      ...(step === undefined ? {} : { step }),
+    };
+    this.#onEntry?.(entry);
+    if (this.#entries.length < MAX_ENTRIES) {
+      this.#entries.push(entry);
+      return;
+    }
+    this.#tail.push(entry);
+    if (this.#tail.length > 2 * TAIL_ENTRIES) {
+      this.#dropped += this.#tail.length - TAIL_ENTRIES;
+      this.#tail = this.#tail.slice(-TAIL_ENTRIES);
+    }
+  }
+
+  /** Adds what was kept aside. Nothing may be added after. */
+  close(): void {
+    if (this.#tail.length === 0) return;
+    if (this.#dropped > 0) {
+      const message = `… ${this.#dropped} entries left out …`;
+      this.#entries.push({ timestamp: this.#tail[0]!.timestamp, level: "warn", message });
+    }
+    this.#entries.push(...this.#tail);
+    this.#tail = [];
+  }
+
+  /** Splits a byte stream into lines; call the returned `flush` at its end. */
+  lines(
+    level: BuildLogEntry["level"],
+    step: string,
+  ): { write: (chunk: Uint8Array) => void; flush: () => void } {
+    const decoder = new TextDecoder();
+    let rest = "";
+    const emit = (line: string): void => {
+      const text = line.replace(/\r$/, "").trimEnd();
+      if (text !== "") this.add(level, text, step);
+    };
+    return {
+      write: (chunk) => {
+        const lines = (rest + decoder.decode(chunk, { stream: true })).split("\n");
+        rest = lines.pop()!;
+        if (rest.length > MAX_MESSAGE_CHARS) {
+          emit(rest);
+          rest = "";
+        }
+        for (const line of lines) emit(line);
+      },
+      flush: () => {
+        emit(rest + decoder.decode());
+        rest = "";
+      },
+    };
+  }
+
+  /** Progress as log entries: each phase and item at its start, then at most every two seconds, and at its end. */
+  progress(step: string): ProgressSink {
+    const lastAt = new Map<string, number>();
+    return (event) => {
+      const key = `${event.phase}\0${event.item ?? ""}`;
+      const now = performance.now();
+      const done = event.totalBytes !== undefined && event.doneBytes === event.totalBytes;
+      const last = lastAt.get(key);
+      if (last !== undefined && !done && event.message === undefined && now - last < PROGRESS_INTERVAL_MS)
+        return;
+      lastAt.set(key, now);
+      this.add("info", describe(event), step);
+    };
+  }
+}
+
+function describe(event: ProgressEvent): string {
+  const mebibytes = (bytes: number): string => (bytes / 1048576).toFixed(1);
+  const what = event.item === undefined ? event.phase : `${event.phase} ${event.item}`;
+  const parts = [what];
+  if (event.doneBytes !== undefined) {
+    parts.push(
+      event.totalBytes === undefined
+        ? `${mebibytes(event.doneBytes)} MiB`
+        : `${mebibytes(event.doneBytes)} / ${mebibytes(event.totalBytes)} MiB`,
+    );
+  }
+  if (event.message !== undefined) parts.push(event.message);
+  return parts.join(": ");
+}

@@ -1,0 +1,194 @@
+import { mkdirSync, writeFileSync } from "node:fs";
+import { join } from "node:path";
+import { AenvError } from "../../src/lib/errors.ts";
+import type {
+  BootSpec,
+  CapturedState,
+  GuestIdentity,
+  ResumeSpec,
+  RunningSandbox,
+  SandboxFactory,
+} from "../../src/sandbox/types.ts";
+import type { VmExit } from "../../src/vmm/types.ts";
+
+/**
+ * A sandbox factory without VMs, for faults that real ones do not produce on demand. It keeps the
+ * promises of the interface and counts what is alive; captures write real files.
+ */
+export interface Faults {
+  resume?: () => Promise<void> | void;
+  capture?: () => Promise<void> | void;
+  resumeInPlace?: () => Promise<void> | void;
+  stop?: () => Promise<void> | void;
+}
+
+const IDENTITY = {
+  vmm: "qemu",
+  vmmVersion: "10",
+  mode: "tcg",
+  cpuModel: "max",
+  kernelVersion: "6.12",
+} as const;
+
+export class FakeSandbox implements RunningSandbox {
+  readonly sandboxId: string;
+  readonly hostAddress: string;
+  readonly envdVersion = "0.5.15";
+  readonly shape = { vcpuCount: 1, memoryMiB: 128 };
+  readonly diskSizeBytes = 1 << 30;
+  readonly vm = {
+    vmId: "x",
+    pid: 0,
+    startTimeTicks: "0",
+    controlSocketPath: "",
+    workDir: "",
+    memoryFile: "",
+  };
+  readonly exited: Promise<VmExit>;
+  readonly timings = { total: 1 };
+  readonly generation: number;
+  identity: GuestIdentity;
+  vcpusRun = true;
+  alive = true;
+  inits = 1;
+  readonly #factory: FakeSandboxFactory;
+  readonly #exit = Promise.withResolvers<VmExit>();
+
+  constructor(factory: FakeSandboxFactory, identity: GuestIdentity, generation: number) {
+    this.#factory = factory;
+    this.sandboxId = identity.sandboxId;
+    this.identity = identity;
+    this.hostAddress = factory.hostAddress;
+    this.generation = generation;
+    this.exited = this.#exit.promise;
+  }
+
+  die(exit: Partial<VmExit> = {}): void {
+    if (!this.alive) return;
+    this.alive = false;
+    this.vcpusRun = false;
+    this.#exit.resolve({ exitCode: null, signal: "SIGKILL", stderrTail: "killed by the test", ...exit });
+  }
+
+  #mustLive(what: string): void {
+    if (!this.alive) throw new AenvError({ code: "vm_died", message: `${what}: the VM has ended` });
+  }
+
+  async capture(dir: string): Promise<{ state: CapturedState; timings: { total: number } }> {
+    this.#mustLive("capture");
+    this.vcpusRun = false;
+    try {
+      mkdirSync(dir, { recursive: true });
+      await Bun.sleep(this.#factory.delayMs);
+      await this.#factory.faults.capture?.();
+      this.#mustLive("capture");
+      const state = fakeState(dir, this.generation + 1);
+      return { state, timings: { total: 1 } };
+    } catch (error) {
+      if (!this.alive)
+        throw new AenvError({ code: "capture_terminal", message: "the VM has ended", cause: error });
+      if (!(error instanceof AenvError && error.code === "capture_terminal")) this.vcpusRun = true;
+      throw error;
+    }
+  }
+
+  async resumeInPlace(): Promise<void> {
+    await this.#factory.faults.resumeInPlace?.();
+    this.#mustLive("resume");
+    this.vcpusRun = true;
+  }
+
+  async reinit(identity: GuestIdentity): Promise<void> {
+    this.#mustLive("init");
+    this.identity = identity;
+    this.inits += 1;
+  }
+
+  async stop(): Promise<void> {
+    await this.#factory.faults.stop?.();
+    await Bun.sleep(this.#factory.delayMs / 2);
+    this.die({ signal: "SIGTERM" });
+    this.#factory.live.delete(this);
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.stop();
+  }
+}
+
+/** A captured state with real files; its memory layer holds the generation number. */
+export function fakeState(dir: string, generation: number): CapturedState {
+  mkdirSync(dir, { recursive: true });
+  const file = (name: string, text: string): string => {
+    writeFileSync(join(dir, name), text);
+    return join(dir, name);
+  };
+  return {
+    version: 1,
+    vm: IDENTITY,
+    shape: { vcpuCount: 1, memoryMiB: 128 },
+    deviceStatePath: file("device.state", "device"),
+    memory: {
+      sizeBytes: 128 << 20,
+      layers: [{ file: file(`memory-${generation}.lsmt`, String(generation)) }],
+    },
+    rootfs: {
+      virtualSizeBytes: 1 << 30,
+      lowers: [{ file: file(`disk-${generation}.lsmt`, `disk ${generation}`) }],
+    },
+    envdVersion: "0.5.15",
+  };
+}
+
+export class FakeSandboxFactory implements SandboxFactory {
+  readonly live = new Set<FakeSandbox>();
+  readonly faults: Faults = {};
+  hostAddress = "127.0.0.1";
+  delayMs = 4;
+  starts = 0;
+  cleanUps = 0;
+  concurrentStarts = 0;
+  maxConcurrentStarts = 0;
+
+  /** The only live VM of a sandbox; a second one is the worst of bugs. */
+  of(id: string): FakeSandbox | undefined {
+    const found = [...this.live].filter((sandbox) => sandbox.sandboxId === id);
+    if (found.length > 1) throw new Error(`${found.length} VMs of sandbox ${id}`);
+    return found[0];
+  }
+
+  async boot(spec: BootSpec): Promise<RunningSandbox> {
+    return this.#start(spec.identity, 0);
+  }
+
+  async resume(spec: ResumeSpec): Promise<RunningSandbox> {
+    const memory = spec.state.memory.layers.at(-1);
+    const text = await Bun.file(memory!.file).text();
+    return this.#start(spec.identity, Number(text));
+  }
+
+  async #start(identity: GuestIdentity, generation: number): Promise<RunningSandbox> {
+    if (this.of(identity.sandboxId) !== undefined)
+      throw new Error(`sandbox ${identity.sandboxId} runs already`);
+    this.starts += 1;
+    this.concurrentStarts += 1;
+    this.maxConcurrentStarts = Math.max(this.maxConcurrentStarts, this.concurrentStarts);
+    const sandbox = new FakeSandbox(this, identity, generation);
+    this.live.add(sandbox);
+    try {
+      await Bun.sleep(this.delayMs);
+      await this.faults.resume?.();
+      return sandbox;
+    } catch (error) {
+      this.live.delete(sandbox);
+      throw error;
+    } finally {
+      this.concurrentStarts -= 1;
+    }
+  }
+
+  async cleanUp(): Promise<{ vms: number; devices: number; workDirs: number }> {
+    this.cleanUps += 1;
+    return { vms: 0, devices: 0, workDirs: 0 };
+  }
+}
