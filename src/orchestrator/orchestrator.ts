@@ -36,7 +36,8 @@ export interface OrchestratorOptions {
   readonly defaultTimeoutSeconds: number;
   readonly autoResumeMinTimeoutSeconds: number;
   readonly evictIntervalMs: number;
-  readonly maxConcurrentStarts: number;
+  /** VMs that start at once; more wait. Default 8. */
+  readonly maxConcurrentStarts?: number;
   readonly log: Logger;
   /** Milliseconds since the epoch; tests give their own clock. */
   readonly now?: () => number;
@@ -162,7 +163,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#log = options.log;
     this.#now = options.now ?? Date.now;
     this.#waitMs = options.transitionWaitMs ?? TRANSITION_WAIT_MS;
-    this.#starts = new Gate(options.maxConcurrentStarts, "sandbox starts");
+    this.#starts = new Gate(options.maxConcurrentStarts ?? 8, "sandbox starts");
   }
 
   get #db(): PausedStore {

@@ -7,6 +7,7 @@ import type { MemoryImage, MemoryLease, MemoryService } from "../memory/types.ts
 import type { NetworkService, NetworkSlot } from "../network/types.ts";
 import type { BlockClient, DeviceInfo } from "../storage/blockd/protocol.ts";
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
+import { identityMismatch } from "../vmm/index.ts";
 import type {
   VmDrive,
   VmExit,
@@ -82,17 +83,13 @@ export function kernelArguments(slot: NetworkSlot, extra: readonly string[]): st
 
 /** Error 409 `virtualization_mismatch` unless the state was made by the VMM that would restore it. */
 export function assertSameVmm(made: VmIdentity, here: VmIdentity): void {
-  const differs = (["vmm", "vmmVersion", "mode", "cpuModel", "kernelVersion"] as const).filter(
-    (key) => made[key] !== here[key],
-  );
-  if (differs.length === 0) return;
-  const describe = (vm: VmIdentity): string =>
-    `${vm.vmm} ${vm.vmmVersion}, mode ${vm.mode}, CPU model ${vm.cpuModel}, kernel ${vm.kernelVersion}`;
+  const difference = identityMismatch(made, here);
+  if (difference === undefined) return;
   throw new AenvError({
     code: "virtualization_mismatch",
     status: 409,
-    message: `the state was saved under ${describe(made)} and cannot be resumed under ${describe(here)} (${differs.join(", ")} differ)`,
-    remediation: "use the VMM, mode and kernel it was made with, or build the template again on this node",
+    message: `the state cannot be resumed under ${here.vmm} ${here.vmmVersion} in mode ${here.mode}: ${difference}`,
+    remediation: "use the VMM and mode it was made with, or build the template again on this node",
   });
 }
 

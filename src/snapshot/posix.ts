@@ -22,6 +22,7 @@ import type { SnapshotLease, SnapshotRecord, SnapshotRepository } from "./types.
  *   catalog/current/<id>.json     newest ready build of a template (an index: rebuilt when it is wrong)
  *   catalog/locks/*.lock          flock files, never removed
  *   snapshots/<id>/               commit (marker), vm_state.bin, manifest.json
+ *   staging/                      captures of running builds
  *   managed-layers/<algorithm>_<hex>.overlaybd.commit
  *
  * Stored records carry digests, never paths. Every file appears by rename or link of synced bytes, and
@@ -65,6 +66,7 @@ const DIGEST = /^sha256:[0-9a-f]{64}$/;
 const LAYER_FILE = /^sha256_[0-9a-f]{64}\.overlaybd\.commit$/;
 
 class PosixRepository implements SnapshotRepository {
+  readonly stagingDir: string;
   readonly #records: string;
   readonly #aliases: string;
   readonly #current: string;
@@ -86,6 +88,7 @@ class PosixRepository implements SnapshotRepository {
     this.#locks = join(options.root, "catalog", "locks");
     this.#snapshots = join(options.root, "snapshots");
     this.#layers = join(options.root, "managed-layers");
+    this.stagingDir = join(options.root, "staging");
     this.#log = options.log;
     this.#graceMs = options.collectGraceMs ?? 600_000;
     this.#lockWaitMs = options.lockWaitMs ?? 10_000;

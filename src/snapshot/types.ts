@@ -68,6 +68,8 @@ export interface SnapshotLease extends Disposable {
  * resolved is durable. Layers are content-addressed and shared.
  */
 export interface SnapshotRepository {
+  /** For files on their way into the repository: on its file system, so that `commit` links them. */
+  readonly stagingDir: string;
   list(): Promise<SnapshotRecord[]>;
   get(id: string): Promise<SnapshotRecord | undefined>;
   /** Id, alias, `alias:tag` or `ns/alias`; undefined when there is none. */

@@ -21,8 +21,8 @@ export interface TemplateServiceOptions {
   readonly sandboxes: SandboxFactory;
   readonly defaults: { readonly cpuCount: number; readonly memoryMiB: number; readonly defaultImage: string };
   readonly maxConcurrentBuilds: number;
-  /** Captures of running builds and logs of ended ones; same file system as the repository. */
-  readonly workDir: string;
+  /** Captures of running builds and logs of ended ones. Default: the repository's staging directory. */
+  readonly workDir?: string;
   readonly log: Logger;
   /** Called after a deletion: layers may have become unused. */
   readonly onDeleted?: () => void;
@@ -85,6 +85,8 @@ class Templates implements TemplateService {
   readonly #options: TemplateServiceOptions;
   readonly #limits: BuildLimits;
   readonly #gate: Gate;
+  readonly #logsDir: string;
+  readonly #capturesDir: string;
   readonly #active = new Map<string, ActiveBuild>();
   /** Builds between their admission check and the durable mark: a second start must not slip in. */
   readonly #starting = new Set<string>();
@@ -93,14 +95,10 @@ class Templates implements TemplateService {
   constructor(options: TemplateServiceOptions) {
     this.#options = options;
     this.#limits = { ...DEFAULT_LIMITS, ...options.limits };
+    const workDir = options.workDir ?? options.repository.stagingDir;
+    this.#logsDir = join(workDir, "logs");
+    this.#capturesDir = join(workDir, "captures");
     this.#gate = new Gate(options.maxConcurrentBuilds, "template builds", MAX_QUEUED_BUILDS);
-  }
-
-  get #logsDir(): string {
-    return join(this.#options.workDir, "logs");
-  }
-  get #capturesDir(): string {
-    return join(this.#options.workDir, "captures");
   }
 
   async start(): Promise<void> {
