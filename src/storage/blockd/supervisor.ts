@@ -9,9 +9,9 @@ const START_TIMEOUT_MS = 10_000;
 const HELLO_TIMEOUT_MS = 5_000;
 const POLL_MS = 20;
 const FIRST_BACKOFF_MS = 100;
-const LONGEST_BACKOFF_MS = 10_000;
+const LONGEST_BACKOFF_MS = 2_000;
 /** A daemon that lived this long was healthy: the next restart is immediate again. */
-const HEALTHY_MS = 30_000;
+const HEALTHY_MS = 5_000;
 const LOG_TAIL_BYTES = 2000;
 
 export interface SupervisedBlockd extends AsyncDisposable {
