@@ -5,7 +5,8 @@ import { SECTOR_BYTES } from "./lsmt/format.ts";
 import { Upper } from "./lsmt/upper.ts";
 import type { ReadSource } from "./source.ts";
 import { openLowers } from "./stack.ts";
-import type { CommitOptions, LayerRef, UpperRef } from "./types.ts";
+import type { CommitOptions, LayerRef, LayerWriterOptions, UpperRef } from "./types.ts";
+import { IncompressibleBlock, ZFILE_SAFE_BLOCK_SIZE } from "./zfile/writer.ts";
 
 const COPY_SECTORS = (1 << 20) / SECTOR_BYTES;
 
@@ -34,31 +35,42 @@ function copyMapped(
   }
 }
 
+/** Writes a layer from what `index` maps; an existing `target` or any failure leaves nothing behind. */
+function writeLayer(
+  index: FlatIndex,
+  sourceOf: (layer: number) => ReadSource,
+  target: string,
+  options: LayerWriterOptions & CommitOptions,
+): LayerRef {
+  try {
+    using writer = new LayerFileWriter(target, options);
+    copyMapped(index, sourceOf, writer);
+    return writer.finish();
+  } catch (error) {
+    if (!(error instanceof IncompressibleBlock) || options.compression === undefined) throw error;
+    const compression = { ...options.compression, blockSizeBytes: ZFILE_SAFE_BLOCK_SIZE };
+    return writeLayer(index, sourceOf, target, { ...options, compression });
+  }
+}
+
 /** See OverlaybdRoom.commitUpper. */
 export function commitUpper(upperRef: UpperRef, target: string, options: CommitOptions): LayerRef {
   using upper = new Upper(upperRef, { readOnly: true });
-  using writer = new LayerFileWriter(target, {
+  return writeLayer(upper.index.toFlat(0), () => upper.source, target, {
     ...options,
     virtualSizeBytes: upper.virtualSizeBytes,
-    ...(options.parentUuid === undefined && upper.parentUuid !== undefined
-      ? { parentUuid: upper.parentUuid }
-      : {}),
+    parentUuid: options.parentUuid ?? upper.parentUuid,
   });
-  copyMapped(upper.index.toFlat(0), () => upper.source, writer);
-  return writer.finish();
 }
 
 /** See OverlaybdRoom.mergeLayers. */
 export function mergeLayers(layers: readonly LayerRef[], target: string, options: CommitOptions): LayerRef {
   if (layers.length === 0) throw badRequest("no_layers", "nothing to merge: no layer was given");
   using opened = openLowers(layers);
-  const parentUuid = options.parentUuid ?? opened.bottomParentUuid;
-  using writer = new LayerFileWriter(target, {
+  const sources = opened.lowers.map((lower) => lower.source);
+  return writeLayer(opened.base, (layer) => sources[layer]!, target, {
     ...options,
     virtualSizeBytes: opened.inheritedSizeBytes,
-    ...(parentUuid === undefined ? {} : { parentUuid }),
+    parentUuid: options.parentUuid ?? opened.bottomParentUuid,
   });
-  const sources = opened.lowers.map((lower) => lower.source);
-  copyMapped(opened.base, (layer) => sources[layer]!, writer);
-  return writer.finish();
 }

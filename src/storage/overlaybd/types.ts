@@ -83,7 +83,10 @@ export interface CommitOptions {
   /** Written to header and trailer; absent: no uuid. */
   readonly uuid?: string;
   readonly parentUuid?: string;
-  /** ZFile compression of the committed layer; absent: plain LSMT. */
+  /**
+   * ZFile compression of the committed layer (blocks of 4, 8, 16, 32 or 64 KiB); absent: plain LSMT. A layer
+   * with a 64 KiB block that does not shrink is written with 32 KiB blocks: other readers cannot read such.
+   */
   readonly compression?: { readonly algorithm: "lz4" | "zstd"; readonly blockSizeBytes: number };
   /** Wraps the file in tar, the form that registries hold. */
   readonly tar?: boolean;

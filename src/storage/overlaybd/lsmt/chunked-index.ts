@@ -150,6 +150,7 @@ export class ChunkedIndex {
       }
       const reachedEnd = stop === current.count;
       if (stop > scanAt) this.#remove(current, scanAt, stop);
+      if (scanAt === 0 && current.count > 0) this.#firsts[scanLeaf] = current.offsets[0]!;
       if (!reachedEnd) {
         // `current.offsets[scanAt]` is the first entry that ends behind the range.
         this.#cutHead(current, scanLeaf, scanAt, end);

@@ -10,6 +10,7 @@ import type { ByteSink } from "../lsmt/writer.ts";
 import {
   encodeZFileBlock,
   ZFILE_BLOCK_BYTES,
+  ZFILE_MAX_BLOCK_SIZE,
   type ZFileBlock,
   ZFLAG_DATA,
   ZFLAG_DIGEST,
@@ -20,12 +21,21 @@ import {
 
 export const ZFILE_BLOCK_SIZES: readonly number[] = [4096, 8192, 16384, 32768, 65536];
 
+/** Biggest block size that takes any data. */
+export const ZFILE_SAFE_BLOCK_SIZE = 32768;
+
 export interface ZFileOptions {
   readonly algorithm: CodecAlgorithm;
   readonly blockSizeBytes: number;
   /** A checksum behind every block; default true. */
   readonly verify?: boolean;
 }
+
+/**
+ * A 64 KiB block that does not shrink: the reference reader's buffer is too small for it, and the format has
+ * no mark for stored blocks. Blocks of 32 KiB or less always fit.
+ */
+export class IncompressibleBlock extends Error {}
 
 /** Compresses a stream of bytes into a ZFile, block by block. */
 export class ZFileWriter implements ByteSink, Disposable {
@@ -77,6 +87,9 @@ export class ZFileWriter implements ByteSink, Disposable {
   #encode(source: Uint8Array, offset: number, length: number): void {
     const { algorithm, verify } = this.#options;
     const stored = this.#codec.encode(algorithm, verify ?? true, source, offset, length, this.#encoded, 0);
+    if (length === ZFILE_MAX_BLOCK_SIZE && stored > ZFILE_MAX_BLOCK_SIZE) {
+      throw new IncompressibleBlock(`ZFile block ${this.#blocks} of ${length} bytes does not shrink`);
+    }
     if (this.#blocks === this.#lengths.length) {
       const grown = new Uint32Array(this.#lengths.length * 2);
       grown.set(this.#lengths);
