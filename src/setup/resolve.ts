@@ -19,6 +19,8 @@ export interface ResolveRuntimeOptions {
   readonly kernelImagePath?: string;
   /** `[qemu].binary_path`. */
   readonly qemuBinaryPath?: string;
+  /** The guest's `/init`. Default: the embedded guest agent. */
+  readonly init?: Uint8Array;
   readonly log: Logger;
   readonly progress: ProgressSink;
 }
@@ -41,10 +43,10 @@ export async function resolveRuntime(options: ResolveRuntimeOptions): Promise<Ru
   const qemu = await resolveQemu(options.depsDir, manifest, options.qemuBinaryPath);
   if (!isModern(qemu.version))
     options.log.warn({ qemu: qemu.binary, version: qemu.version }, oldQemuWarning(qemu.version));
-  const { readAsset } = await import("../lib/assets.ts");
+  const init = options.init ?? (await import("../lib/assets.ts")).readAsset("envd");
   const initrd = await ensureInitrd({
     dir: kernel.initrdDir,
-    init: readAsset("envd"),
+    init,
     modules: kernel.modules,
   });
   if (initrd.built) {

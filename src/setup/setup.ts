@@ -25,6 +25,8 @@ export interface SetupOptions {
   readonly lockWaitMs?: number;
   /** Where packages come from. Default: this machine's apt sources. */
   readonly aptHost?: AptHost;
+  /** The guest's `/init`. Default: the embedded guest agent. */
+  readonly init?: Uint8Array;
   readonly progress: ProgressSink;
   readonly warn: (text: string) => void;
 }
@@ -77,6 +79,7 @@ export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
     depsDir,
     kernelImagePath: options.kernelImagePath,
     qemuBinaryPath: options.qemuBinaryPath,
+    init: options.init,
     log,
     progress,
   });

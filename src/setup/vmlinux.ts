@@ -5,11 +5,12 @@ const ZSTD = [0x28, 0xb5, 0x2f, 0xfd];
 const startsWith = (bytes: Uint8Array, magic: readonly number[]) =>
   magic.every((byte, i) => bytes[i] === byte);
 
-function invalid(what: string, why: string): AenvError {
+function invalid(what: string, why: string, cause?: unknown): AenvError {
   return new AenvError({
     code: "kernel_image_invalid",
     message: `${what} is not a usable kernel image: ${why}`,
     remediation: "give an x86_64 Linux kernel as ELF vmlinux, or as bzImage compressed with zstd or gzip",
+    cause,
   });
 }
 
@@ -46,11 +47,7 @@ export function extractVmlinux(what: string, image: Uint8Array): Uint8Array {
     else throw invalid(what, "its payload is compressed with neither zstd nor gzip");
   } catch (cause) {
     if (cause instanceof AenvError) throw cause;
-    throw new AenvError({
-      ...invalid(what, "its payload cannot be decompressed"),
-      message: `${what}: damaged payload`,
-      cause,
-    });
+    throw invalid(what, "its payload cannot be decompressed", cause);
   }
   if (kernel.length !== sizeField)
     throw invalid(what, `its payload has ${kernel.length} bytes, its header says ${sizeField}`);

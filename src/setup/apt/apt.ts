@@ -1,7 +1,7 @@
 import { readdirSync, statSync } from "node:fs";
 import { mkdir, readdir, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
-import { type CommandResult, tryCommand } from "../../lib/command.ts";
+import { type CommandResult, runCommand, tryCommand } from "../../lib/command.ts";
 import { errorCode } from "../../lib/durable.ts";
 import { AenvError } from "../../lib/errors.ts";
 import type { ProgressSink } from "../../lib/progress.ts";
@@ -102,7 +102,7 @@ export class PrivateApt {
       "APT::Sandbox::User": "root",
       "APT::Install-Recommends": "false",
       "Acquire::Languages": "none",
-      "Acquire::Retries": "3",
+      "Acquire::Retries": "2",
       "Acquire::http::Timeout": "30",
       "Acquire::https::Timeout": "30",
       "Acquire::http::Proxy::127.0.0.1": "DIRECT",
@@ -125,10 +125,10 @@ export class PrivateApt {
     }
   }
 
-  async #run(argv: string[], options: { cwd?: string; timeoutMs?: number } = {}) {
+  async #run(argv: string[], options: { timeoutMs?: number; lock?: string } = {}): Promise<CommandResult> {
     const [program, ...rest] = argv;
-    return tryCommand([program!, "-c", join(this.#dir, "apt.conf"), ...rest], {
-      cwd: options.cwd,
+    const locked = options.lock === undefined ? [] : ["flock", "--no-fork", "-w", "60", options.lock];
+    return tryCommand([...locked, program!, "-c", join(this.#dir, "apt.conf"), ...rest], {
       timeoutMs: options.timeoutMs ?? 60_000,
       env: {
         ...(process.env as Record<string, string>),
@@ -157,15 +157,12 @@ export class PrivateApt {
     } finally {
       clearInterval(timer);
     }
-    const complaints = `${result.stdout}\n${result.stderr}`
-      .split("\n")
-      .filter((line) => /^(E:|W:|Err:)/.test(line));
-    this.#updateComplaints = complaints.map(withoutCredentials).join("\n").slice(0, 2000);
+    this.#updateComplaints = complaints(result);
     if (result.exitCode !== 0 && !this.#hasIndexes())
       throw this.#unavailable("apt-get update fetched no package index");
     measure();
     this.#progress({ phase, item: this.codename, message: "done" });
-    if (complaints.length === 0) await writeFile(stamp, "");
+    if (this.#updateComplaints === "") await writeFile(stamp, "");
   }
 
   #hasIndexes(): boolean {
@@ -256,44 +253,33 @@ export class PrivateApt {
       }, 0);
       this.#progress({ phase, doneBytes, totalBytes });
     };
+    // A killed setup's download may still run on its own: two writers of one file make rubbish of it.
+    await runCommand(["flock", "-w", "1800", this.#downloadLock, "true"], { timeoutMs: 1_810_000 });
     const incomplete: AptPackage[] = [];
     for (const p of packages) {
-      const size = statSync(path(p), { throwIfNoEntry: false })?.size;
-      if (size === undefined || size < p.sizeBytes) incomplete.push(p);
-      else if (size > p.sizeBytes || (await sha256File(path(p))) !== p.sha256) {
-        await rm(path(p));
-        incomplete.push(p);
-      }
+      const size = statSync(path(p), { throwIfNoEntry: false })?.size ?? 0;
+      if (size === p.sizeBytes && (await sha256File(path(p))) === p.sha256) continue;
+      if (size >= p.sizeBytes) await rm(path(p), { force: true });
+      incomplete.push(p);
     }
     measure();
     for (let attempt = 1; incomplete.length > 0; attempt++) {
       const timer = setInterval(measure, 200);
-      let result: CommandResult;
+      let said: string | undefined;
       try {
-        const names = incomplete.map((p) => `${p.name}=${p.version}`);
-        result = await this.#run(["apt-get", "-q", "download", ...names], {
-          cwd: dir,
-          timeoutMs: 60 * 60_000,
-        });
+        said = await this.#fetch(incomplete, path);
       } finally {
         clearInterval(timer);
       }
-      if (result.exitCode === 0) break;
-      const said = withoutCredentials(`${result.stdout}\n${result.stderr}`)
-        .split("\n")
-        .filter((line) => /^(E:|Err:|W:)/.test(line))
-        .join("\n")
-        .slice(0, 1500);
-      if (attempt >= 2) {
+      if (said === undefined) break;
+      if (attempt === 2) {
         throw new AenvError({
           code: "download_failed",
-          message: `${phase}: apt-get download failed; ${said}`,
+          message: `${phase} failed: ${said}`,
           remediation: `check network and disk space, then run agentenv setup again: it goes on where it stopped; ${CONFIGURE_BY_HAND}`,
         });
       }
-      // The archive moved on since the indexes were fetched, or a part on disk does not fit.
-      for (const p of incomplete)
-        if (/Hash Sum mismatch|unexpected size/i.test(said)) await rm(path(p), { force: true });
+      // The archive may have moved on since the indexes were fetched.
       await this.update(true);
     }
     measure();
@@ -314,6 +300,49 @@ export class PrivateApt {
     return files;
   }
 
+  get #downloadLock(): string {
+    return join(this.#dir, "download.lock");
+  }
+
+  /** Fetches what is not complete; goes on with a part that is there. Returns what went wrong, in apt's words. */
+  async #fetch(
+    packages: readonly AptPackage[],
+    path: (p: AptPackage) => string,
+  ): Promise<string | undefined> {
+    const names = packages.map((p) => `${p.name}=${p.version}`);
+    const printed = await this.#run(["apt-get", "-q", "download", "--print-uris", ...names]);
+    const uris = new Map<string, string>();
+    for (const match of printed.stdout.matchAll(/^'([^']+)' ([^_\s]+)_\S+ \d+/gm))
+      uris.set(match[2]!, match[1]!);
+    for (const p of packages) {
+      const uri = uris.get(p.name);
+      if (uri === undefined)
+        return `the archive does not offer ${p.name} ${p.version} any more: ${complaints(printed)}`;
+      if (statSync(path(p), { throwIfNoEntry: false })?.size === p.sizeBytes) continue;
+      // flock's descriptor is 3 and goes on to apt's transport processes, which hold the lock while they live.
+      const result = await this.#run(
+        [
+          "/usr/lib/apt/apt-helper",
+          "-o",
+          "APT::Keep-Fds::=3",
+          "download-file",
+          uri,
+          path(p),
+          `SHA256:${p.sha256}`,
+        ],
+        { timeoutMs: 60 * 60_000, lock: this.#downloadLock },
+      );
+      if (result.exitCode !== 0) {
+        const said = complaints(result);
+        // What does not fit is no beginning to go on from.
+        if (/Hash Sum mismatch|unexpected size|File has/i.test(said)) await rm(path(p), { force: true });
+        await rm(`${path(p)}.FAILED`, { force: true });
+        return said;
+      }
+    }
+    return undefined;
+  }
+
   /** Removes downloaded package files and partial ones: everything from them is installed. */
   async discardDownloads(): Promise<void> {
     const dir = join(this.#dir, "packages");
@@ -324,6 +353,15 @@ export class PrivateApt {
 /** apt writes the epoch's colon as %3a in file names. */
 function packageFileName(p: AptPackage): string {
   return `${p.name}_${p.version.replaceAll(":", "%3a")}_${p.architecture}.deb`;
+}
+
+/** Errors and warnings of an apt program, without the rest of what it says. */
+function complaints(result: CommandResult): string {
+  const lines = withoutCredentials(`${result.stdout}\n${result.stderr}`).split("\n");
+  return lines
+    .filter((line, i) => /^(E:|W:|Err:)/.test(line) || (/^ /.test(line) && /^Err:/.test(lines[i - 1] ?? "")))
+    .join("\n")
+    .slice(0, 2000);
 }
 
 function withoutCredentials(text: string): string {
