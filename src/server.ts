@@ -42,6 +42,8 @@ const GIB = 1024 ** 3;
 /** Flat memory files kept for the next resume; they can always be made again. */
 const MEMORY_CACHE_BYTES = 16 * GIB;
 const STOP_GRACE_MS = 5_000;
+/** Starts beyond this wait: each takes a processor for a moment. */
+const MAX_CONCURRENT_STARTS = 16;
 
 /** Everything a node is made of, from the configuration. Disposing stops it in the right order. */
 async function startNode(config: NodeConfig, log: Logger) {
@@ -51,7 +53,7 @@ async function startNode(config: NodeConfig, log: Logger) {
   await mkdir(config.runtimePath, { recursive: true });
   stack.use(lockHome(home));
 
-  const apiKey = await loadApiKey({ homePath: home, env: process.env, generate: true });
+  const apiKey = loadApiKey({ homePath: home, env: process.env, generate: true });
   if (apiKey === undefined) throw new Error("a key is generated when there is none");
   if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
 
@@ -149,12 +151,12 @@ async function startNode(config: NodeConfig, log: Logger) {
   );
   const artifactsDir = join(config.orchestrator.persistedSandboxStorePath, "artifacts");
   const statePath = join(config.orchestrator.persistedSandboxStorePath, "records.db");
-  const seed = await loadTokenSeed({
+  const seed = loadTokenSeed({
     homePath: home,
     configured: config.sandbox.accessTokenHashSeed,
-    generate: true,
-    mustExist: hasTokenProtectedSandboxes(statePath),
+    neededByPersisted: hasTokenProtectedSandboxes(statePath),
   });
+  for (const warning of seed.warnings) log.warn(warning);
   const orchestrator = stack.use(
     createOrchestrator({
       repository,
@@ -165,6 +167,7 @@ async function startNode(config: NodeConfig, log: Logger) {
       defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
       autoResumeMinTimeoutSeconds: config.orchestrator.autoResumeMinSandboxTimeoutSecs,
       evictIntervalMs: config.orchestrator.autoEvictIntervalMs,
+      maxConcurrentStarts: MAX_CONCURRENT_STARTS,
       log: log.child({ room: "orchestrator" }),
     }),
   );
@@ -179,6 +182,12 @@ async function startNode(config: NodeConfig, log: Logger) {
         defaultImage: config.image.resolver.defaultImage,
       },
       maxConcurrentBuilds: config.templateBuild.maxConcurrentBuilds,
+      workDir: join(config.backend.posixFs.snapshotStore, "builds"),
+      onDeleted: () => {
+        orchestrator
+          .collectGarbage()
+          .catch((error: unknown) => log.error({ err: error }, "collecting unused layers failed"));
+      },
       log: log.child({ room: "template" }),
     }),
   );

@@ -2,6 +2,7 @@ import type { z } from "zod";
 import { AenvError } from "../lib/errors.ts";
 import { isUuid } from "../lib/ids.ts";
 import type { CreateSandboxRequest, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
+import type { PhaseTimings } from "../sandbox/types.ts";
 import { badRequest } from "./errors.ts";
 import { matchesMetadata, parseMetadataFilter, rawQueryValue } from "./metadata.ts";
 import { paginate } from "./pagination.ts";
@@ -63,6 +64,13 @@ function refuseUnsupported(body: {
   }
 }
 
+/** Where the time of an operation went, in the standard header that browsers and tools show. */
+function serverTiming(phases: PhaseTimings | undefined): Record<string, string> {
+  if (phases === undefined) return {};
+  const entries = Object.entries(phases).map(([name, ms]) => `${name};dur=${ms}`);
+  return entries.length === 0 ? {} : { "server-timing": entries.join(", ") };
+}
+
 export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
   const { orchestrator, defaultTimeoutSeconds } = options;
   const domain = options.domain ?? null;
@@ -96,7 +104,14 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
 
   const create = async (request: CreateSandboxRequest): Promise<RouteReply> => {
     const record = await orchestrator.create(request);
-    return { status: 201, json: started(record), headers: { "x-agentenv-sandbox-id": record.id } };
+    return {
+      status: 201,
+      json: started(record),
+      headers: {
+        "x-agentenv-sandbox-id": record.id,
+        ...serverTiming(orchestrator.timings(record.id).create),
+      },
+    };
   };
 
   /** v1 answers 400 where v2 answers 404: old clients know no other. */
@@ -281,8 +296,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         if (body.memory === false) {
           throw badRequest("not supported by this server: memory: false", "unsupported_field");
         }
-        await orchestrator.pause(sandboxId(params));
-        return { status: 204 };
+        const id = sandboxId(params);
+        await orchestrator.pause(id);
+        return { status: 204, headers: serverTiming(orchestrator.timings(id).pause) };
       },
     }),
     route({
@@ -296,7 +312,11 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       errors: [400, 404, 409],
       run: async ({ params, body }) => {
         const record = await orchestrator.resume(sandboxId(params), body.timeout ?? defaultTimeoutSeconds);
-        return { status: 201, json: started(record) };
+        return {
+          status: 201,
+          json: started(record),
+          headers: serverTiming(orchestrator.timings(record.id).resume),
+        };
       },
     }),
     ...(
@@ -319,7 +339,11 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         errors: [400, 404, 409],
         run: async ({ params, body: given }) => {
           const { record, resumed } = await orchestrator.connect(sandboxId(params), given.timeout);
-          return { status: resumed ? 201 : 200, json: started(record) };
+          return {
+            status: resumed ? 201 : 200,
+            json: started(record),
+            ...(resumed ? { headers: serverTiming(orchestrator.timings(record.id).resume) } : {}),
+          };
         },
       }),
     ),
