@@ -1,5 +1,5 @@
 import { Database } from "bun:sqlite";
-import { existsSync, mkdirSync } from "node:fs";
+import { mkdirSync } from "node:fs";
 import { dirname } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
@@ -111,24 +111,5 @@ export class PausedStore implements Disposable {
 
   [Symbol.dispose](): void {
     this.#db.close();
-  }
-}
-
-/**
- * Whether the file holds paused sandboxes whose tokens derive from the node's seed: then that seed must
- * not be replaced by a new one. A row that cannot be read counts as one.
- */
-export function hasTokenProtectedSandboxes(statePath: string): boolean {
-  if (!existsSync(statePath)) return false;
-  // Not read-only: the journal of a killed process may have to be replayed.
-  const db = new Database(statePath, { create: true });
-  try {
-    const table = db.query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'sandboxes'").get();
-    if (table === null) return false;
-    const query = `SELECT 1 FROM sandboxes WHERE NOT json_valid(document)
-      OR json_extract(document, '$.record.secure') IS NOT 0 LIMIT 1`;
-    return db.query(query).get() !== null;
-  } finally {
-    db.close();
   }
 }
