@@ -5,7 +5,7 @@ import { runCommand } from "../lib/command.ts";
 import { syncPath } from "../lib/durable.ts";
 import { AenvError } from "../lib/errors.ts";
 import type { ProgressSink } from "../lib/progress.ts";
-import type { AptPackage, PrivateApt } from "./apt/apt.ts";
+import { APT_HELPER, type AptPackage, type PrivateApt } from "./apt/apt.ts";
 import { compareDebianVersions } from "./debian-version.ts";
 import { describeFile, publishTree, stagingDir } from "./files.ts";
 import { type DependencyPins, dependencyPins, type InstalledKernel, type PinnedPackage } from "./manifest.ts";
@@ -151,10 +151,9 @@ export async function collectModules(
     async (name) => {
       const path = paths.get(name);
       if (path === undefined) return undefined;
-      const plain = path.replace(/\.xz$/, "");
-      if (plain !== path) await runCommand(["xz", "-d", "--", path]);
       const file = join(target, `${name}.ko`);
-      await rename(plain, file);
+      if (path.endsWith(".xz")) await decompressXz(path, file);
+      else await rename(path, file);
       const info = readModuleInfo(file, await readFile(file));
       if (info.vermagic.split(" ")[0] !== release) {
         await rm(file);
@@ -168,4 +167,16 @@ export async function collectModules(
     builtin,
   );
   return order.map((name) => `${name}.ko`);
+}
+
+/** apt brings the decompressor for what it downloads; a machine without xz has it, too. */
+async function decompressXz(source: string, target: string): Promise<void> {
+  const child = Bun.spawn([APT_HELPER, "cat-file", source], { stdout: Bun.file(target), stderr: "pipe" });
+  const [exitCode, said] = await Promise.all([child.exited, new Response(child.stderr).text()]);
+  if (exitCode !== 0) {
+    throw new AenvError({
+      code: "kernel_package_invalid",
+      message: `cannot decompress ${source}: ${said.trim()}`,
+    });
+  }
 }

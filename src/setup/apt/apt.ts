@@ -36,6 +36,9 @@ export interface AptHost {
   readonly sources: readonly AptSource[];
 }
 
+/** Part of apt: downloads and decompresses with what apt itself uses. */
+export const APT_HELPER = "/usr/lib/apt/apt-helper";
+
 const INDEX_MAX_AGE_MS = 60 * 60 * 1000;
 const CONFIGURE_BY_HAND =
   "or set [kernel].image_path and [qemu].binary_path (agentenv setup --kernel-image PATH --qemu-binary PATH) to use your own";
@@ -321,15 +324,7 @@ export class PrivateApt {
       if (statSync(path(p), { throwIfNoEntry: false })?.size === p.sizeBytes) continue;
       // flock's descriptor is 3 and goes on to apt's transport processes, which hold the lock while they live.
       const result = await this.#run(
-        [
-          "/usr/lib/apt/apt-helper",
-          "-o",
-          "APT::Keep-Fds::=3",
-          "download-file",
-          uri,
-          path(p),
-          `SHA256:${p.sha256}`,
-        ],
+        [APT_HELPER, "-o", "APT::Keep-Fds::=3", "download-file", uri, path(p), `SHA256:${p.sha256}`],
         { timeoutMs: 60 * 60_000, lock: this.#downloadLock },
       );
       if (result.exitCode !== 0) {
