@@ -1,4 +1,4 @@
-import { createReadStream } from "node:fs";
+import { createReadStream, type ReadStream } from "node:fs";
 import { pipeline } from "node:stream";
 import { createGunzip, createZstdDecompress } from "node:zlib";
 import { AenvError } from "../lib/errors.ts";
@@ -18,22 +18,32 @@ export function detectCompression(head: Uint8Array): LayerCompression {
   return "none";
 }
 
-/**
- * The layer's tar bytes. gzip of any number of members, zstd of any number of frames, or plain. Damaged
- * compression is `image_truncated` (cut off) or `image_unsupported` (anything else).
- */
-export async function* decompressFile(path: string, signal: AbortSignal): AsyncGenerator<Uint8Array> {
-  const head = Buffer.from(await Bun.file(path).slice(0, 4).arrayBuffer());
+export interface LayerTar {
+  /** The tar's bytes; damaged compression is `image_truncated` (cut off) or `image_unsupported`. */
+  readonly chunks: AsyncIterable<Uint8Array>;
+  /** Bytes of the (compressed) file read so far. */
+  consumedBytes(): number;
+}
+
+/** Opens a layer blob: gzip of any number of members, zstd of any number of frames, or plain. */
+export async function openLayerTar(path: string, signal: AbortSignal): Promise<LayerTar> {
+  const head = new Uint8Array(await Bun.file(path).slice(0, 4).arrayBuffer());
   const file = createReadStream(path, { highWaterMark: CHUNK_BYTES, signal });
   const compression = detectCompression(head);
-  if (compression === "none") {
-    yield* file as AsyncIterable<Uint8Array>;
-    return;
-  }
-  const transform =
-    compression === "gzip"
-      ? createGunzip({ chunkSize: CHUNK_BYTES })
-      : createZstdDecompress({ chunkSize: CHUNK_BYTES });
+  return {
+    chunks:
+      compression === "none" ? (file as AsyncIterable<Uint8Array>) : decompress(file, compression, signal),
+    consumedBytes: () => file.bytesRead,
+  };
+}
+
+async function* decompress(
+  file: ReadStream,
+  compression: "gzip" | "zstd",
+  signal: AbortSignal,
+): AsyncGenerator<Uint8Array> {
+  const options = { chunkSize: CHUNK_BYTES };
+  const transform = compression === "gzip" ? createGunzip(options) : createZstdDecompress(options);
   let failure: Error | undefined;
   // pipeline tears both ends down; the error reaches us through the transform's iterator as well.
   pipeline(file, transform, (error) => {

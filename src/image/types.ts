@@ -54,4 +54,13 @@ export interface ImageServiceOptions {
   /** Size of the virtual disk made for converted images. */
   readonly virtualSizeBytes: number;
   readonly convertStandardOci: boolean;
+  /** Docker credential file; absent: `$DOCKER_CONFIG/config.json`, else `~/.docker/config.json`. */
+  readonly dockerConfigPath?: string;
+  /** Of registry requests; absent keys: 5 attempts, 500 ms doubling up to 60 s, 60 s without a byte. */
+  readonly retry?: {
+    readonly attempts?: number;
+    readonly baseDelayMs?: number;
+    readonly maxDelayMs?: number;
+    readonly idleTimeoutMs?: number;
+  };
 }

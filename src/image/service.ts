@@ -1,0 +1,361 @@
+import { rename } from "node:fs/promises";
+import { join } from "node:path";
+import { AenvError } from "../lib/errors.ts";
+import type { Logger } from "../lib/log.ts";
+import type { ProgressSink } from "../lib/progress.ts";
+import type { BlockClient } from "../storage/blockd/protocol.ts";
+import { inspectLayer } from "../storage/overlaybd/index.ts";
+import { BlobPrefetch, createDownloadLimiter, type DownloadLimiter } from "./blobs.ts";
+import { type CachedLayer, type ConversionContext, ImageCache, NATIVE_CONVERTER } from "./cache.ts";
+import { CONVERTER, convertLayer, uuidFromText } from "./convert.ts";
+import { defaultDockerConfigPath, loginFromDockerConfig, type RegistryLogin } from "./credentials.ts";
+import {
+  classifyLayers,
+  type Descriptor,
+  hostPlatform,
+  type ImageManifest,
+  isIndexType,
+  MAX_INDEX_NESTING,
+  noPlatform,
+  type ParsedConfig,
+  parseConfig,
+  parseManifest,
+  selectFromIndex,
+} from "./manifest.ts";
+import { createLayoutSource } from "./oci-layout.ts";
+import { formatReference, parseReference, type RegistryReference } from "./reference.ts";
+import { createRegistrySource, DEFAULT_RETRY } from "./registry.ts";
+import { SharedWork } from "./shared-work.ts";
+import { type FetchedManifest, type ImageSource, MAX_CONFIG_BYTES } from "./source.ts";
+import type { ImageService, ImageServiceOptions, ResolvedImage, ResolveOptions } from "./types.ts";
+
+export interface ImageServiceDeps {
+  readonly blockClient: BlockClient;
+  /** Path of the aenv-ext4 executable. */
+  readonly ext4Helper: string;
+  readonly log: Logger;
+}
+
+interface PlatformManifest {
+  readonly manifest: ImageManifest;
+  readonly digest: string;
+}
+
+/** A layer of no entries, for images without layers: an empty tar is two empty blocks or nothing at all. */
+const EMPTY_LAYER: Descriptor = {
+  mediaType: "application/vnd.oci.image.layer.v1.tar",
+  digest: `sha256:${new Bun.CryptoHasher("sha256").digest("hex")}`,
+  size: 0,
+};
+
+const EMPTY_SOURCE: Pick<ImageSource, "blob"> = {
+  async blob(_descriptor, target) {
+    await Bun.write(target, new Uint8Array(0));
+  },
+};
+
+/** Failures that belong to the source or login one caller used, or to its leaving; not to the image. */
+const SOURCE_FAILURES = ["image_not_found", "image_unauthorized", "image_registry_unreachable"];
+
+function isCallersReason(error: unknown): boolean {
+  return !(error instanceof AenvError) || SOURCE_FAILURES.includes(error.code);
+}
+
+class LocalImageService implements ImageService {
+  readonly #options: ImageServiceOptions;
+  readonly #deps: ImageServiceDeps;
+  readonly #cache: ImageCache;
+  readonly #images = new SharedWork<ResolvedImage>();
+  readonly #layers = new SharedWork<CachedLayer>();
+  readonly #limiter: DownloadLimiter = createDownloadLimiter();
+  readonly #platform = hostPlatform();
+
+  constructor(options: ImageServiceOptions, deps: ImageServiceDeps) {
+    this.#options = options;
+    this.#deps = deps;
+    this.#cache = new ImageCache(options.cacheDir, deps.log);
+  }
+
+  async resolve(reference: string, options: ResolveOptions = {}): Promise<ResolvedImage> {
+    const signal = options.signal ?? new AbortController().signal;
+    const progress = options.progress ?? (() => undefined);
+    const parsed = parseReference(
+      reference.trim() === "" ? this.#options.defaultImage : reference,
+      this.#options,
+    );
+    if (parsed.kind === "layout") {
+      return this.#resolveFrom(createLayoutSource(parsed.layout), signal, progress);
+    }
+    const failures: AenvError[] = [];
+    for (const [index, candidate] of parsed.candidates.entries()) {
+      // A password given with a short name belongs to the first registry it may mean, not to all of them.
+      const given = parsed.qualified || index === 0 ? options.credentials : undefined;
+      try {
+        const known = await this.#knownByDigest(candidate);
+        if (known !== undefined) return known;
+        const login = await this.#login(candidate.registry, given);
+        const source = createRegistrySource({
+          reference: candidate,
+          ...(login === undefined ? {} : { login }),
+          retry: { ...DEFAULT_RETRY, ...this.#options.retry },
+        });
+        progress({ phase: "resolve image", item: formatReference(candidate) });
+        return await this.#resolveFrom(source, signal, progress);
+      } catch (error) {
+        signal.throwIfAborted();
+        // Only what says nothing about the image itself lets the next registry be tried.
+        const mayBeElsewhere = error instanceof AenvError && SOURCE_FAILURES.includes(error.code);
+        if (!mayBeElsewhere || parsed.candidates.length === 1) throw error;
+        failures.push(error);
+      }
+    }
+    throw this.#noCandidate(reference, failures);
+  }
+
+  #noCandidate(reference: string, failures: readonly AenvError[]): AenvError {
+    const told = failures.map((failure) => failure.message).join("; ");
+    const worst = failures.find(({ code }) => code !== "image_not_found") ?? failures[0];
+    return new AenvError({
+      code: worst?.code ?? "image_not_found",
+      status: worst?.status ?? 404,
+      message: `${reference}: no registry has it: ${told}`,
+      remediation: "write the reference with its registry, e.g. docker.io/library/debian:12",
+      cause: worst,
+    });
+  }
+
+  async #login(registry: string, given: ResolveOptions["credentials"]): Promise<RegistryLogin | undefined> {
+    if (given !== undefined) return { kind: "basic", ...given };
+    const path = this.#options.dockerConfigPath ?? defaultDockerConfigPath(process.env);
+    return loginFromDockerConfig(path, registry, this.#deps.log);
+  }
+
+  /** An image asked for by digest that is here already needs no registry at all. */
+  async #knownByDigest(candidate: RegistryReference): Promise<ResolvedImage | undefined> {
+    if (candidate.digest === undefined) return undefined;
+    return this.#cached(formatReference(candidate), candidate.digest);
+  }
+
+  async #cached(reference: string, manifestDigest: string): Promise<ResolvedImage | undefined> {
+    const image = await this.#cache.findImage(manifestDigest, {
+      converters: this.#options.convertStandardOci ? [CONVERTER, NATIVE_CONVERTER] : [NATIVE_CONVERTER],
+      virtualSizeBytes: this.#options.virtualSizeBytes,
+    });
+    return image === undefined ? undefined : { reference, manifestDigest, ...image };
+  }
+
+  async #resolveFrom(
+    source: ImageSource,
+    signal: AbortSignal,
+    progress: ProgressSink,
+  ): Promise<ResolvedImage> {
+    const found = await this.#platformManifest(source, await source.manifest(source.wanted, signal), signal);
+    const cached = await this.#cached(source.reference, found.digest);
+    if (cached !== undefined) return cached;
+    const image = await this.#images.run(
+      found.digest,
+      { signal, progress },
+      (shared, report) => this.#build(source, found, shared, report),
+      isCallersReason,
+    );
+    return { ...image, reference: source.reference };
+  }
+
+  /** Follows indexes down to the manifest of the host's platform. */
+  async #platformManifest(
+    source: ImageSource,
+    fetched: FetchedManifest,
+    signal: AbortSignal,
+    nesting = 0,
+    found: string[] = [],
+  ): Promise<PlatformManifest> {
+    const parsed = parseManifest(source.reference, fetched.bytes, fetched.contentType);
+    if ("manifest" in parsed) return { manifest: parsed.manifest, digest: fetched.digest };
+    if (nesting >= MAX_INDEX_NESTING) {
+      throw new AenvError({
+        code: "image_unsupported",
+        status: 400,
+        message: `${source.reference}: indexes are nested more than ${MAX_INDEX_NESTING} deep`,
+      });
+    }
+    const selected = selectFromIndex(parsed.index, this.#platform);
+    found.push(...selected.found);
+    for (const entry of selected.entries) {
+      const next = await source.manifest(entry.digest, signal);
+      if (!isIndexType(entry.mediaType))
+        return this.#platformManifest(source, next, signal, nesting + 1, found);
+      try {
+        return await this.#platformManifest(source, next, signal, nesting + 1, found);
+      } catch (error) {
+        // This branch has other platforms only: its sisters may have ours.
+        if (!(error instanceof AenvError) || error.code !== "image_no_platform") throw error;
+      }
+    }
+    throw noPlatform(source.reference, this.#platform, found);
+  }
+
+  async #build(
+    source: ImageSource,
+    { manifest, digest }: PlatformManifest,
+    signal: AbortSignal,
+    progress: ProgressSink,
+  ): Promise<ResolvedImage> {
+    const kind = classifyLayers(source.reference, manifest);
+    if (kind === "standard" && !this.#options.convertStandardOci) {
+      throw new AenvError({
+        code: "image_invalid_reference",
+        status: 400,
+        message: `${source.reference} is an ordinary OCI image and this server does not convert those`,
+        remediation: "set image.resolver.convert_standard_oci = true, or push an overlaybd image",
+      });
+    }
+    await using stack = new AsyncDisposableStack();
+    const stage = stack.use(await this.#cache.stage());
+    const config = await this.#config(source, manifest, stage.path, kind, signal);
+    const layers = manifest.layers.length > 0 ? manifest.layers : [EMPTY_LAYER];
+    const prefetch = stack.use(
+      new BlobPrefetch({
+        source: manifest.layers.length > 0 ? source : { ...source, ...EMPTY_SOURCE },
+        directory: stage.path,
+        limiter: this.#limiter,
+        progress,
+        signal,
+      }),
+    );
+    const lowers =
+      kind === "native"
+        ? await this.#nativeLayers(layers, prefetch, signal)
+        : await this.#convertedLayers(source.reference, layers, config, prefetch, signal, progress);
+    const top = lowers.at(-1)!;
+    const image: ResolvedImage = {
+      reference: source.reference,
+      manifestDigest: digest,
+      lowers,
+      virtualSizeBytes:
+        kind === "native" ? inspectLayer(top.file).virtualSizeBytes : this.#options.virtualSizeBytes,
+      config: config.runtime,
+    };
+    await this.#cache.recordImage({
+      ...image,
+      lowers,
+      converter: kind === "native" ? NATIVE_CONVERTER : CONVERTER,
+      layerDigests: manifest.layers.map((layer) => layer.digest),
+    });
+    return image;
+  }
+
+  async #config(
+    source: ImageSource,
+    manifest: ImageManifest,
+    directory: string,
+    kind: "standard" | "native",
+    signal: AbortSignal,
+  ): Promise<ParsedConfig> {
+    if (manifest.config.size > MAX_CONFIG_BYTES) {
+      throw new AenvError({
+        code: "image_unsupported",
+        status: 400,
+        message: `${source.reference}: its config is larger than ${MAX_CONFIG_BYTES} bytes`,
+      });
+    }
+    const path = join(directory, "config.json");
+    await source.blob(manifest.config, path, signal, () => undefined);
+    const bytes = new Uint8Array(await Bun.file(path).arrayBuffer());
+    return parseConfig(
+      source.reference,
+      bytes,
+      this.#platform,
+      kind === "standard" ? manifest.layers.length : undefined,
+    );
+  }
+
+  async #convertedLayers(
+    image: string,
+    layers: readonly Descriptor[],
+    config: ParsedConfig,
+    prefetch: BlobPrefetch,
+    signal: AbortSignal,
+    progress: ProgressSink,
+  ): Promise<CachedLayer[]> {
+    const lowers: CachedLayer[] = [];
+    for (const [index, layer] of layers.entries()) {
+      const context: ConversionContext = {
+        sourceDigest: layer.digest,
+        converter: CONVERTER,
+        virtualSizeBytes: this.#options.virtualSizeBytes,
+        mkfs: index === 0,
+        ...(index === 0 ? {} : { parentCommitDigest: lowers.at(-1)!.digest }),
+      };
+      const cached = await this.#cache.findLayer(context);
+      if (cached !== undefined) {
+        lowers.push({ ...cached, uuid: uuidFromText(layer.digest) });
+        continue;
+      }
+      // From the first missing layer on nothing is known to be here: fetch ahead.
+      for (const next of layers.slice(index)) void prefetch.get(next);
+      const converted = await this.#layers.run(
+        this.#cache.contextKey(context),
+        { signal, progress },
+        async (shared, report) => {
+          const blobPath = await prefetch.get(layer);
+          const made = await convertLayer(
+            {
+              image,
+              layerDigest: layer.digest,
+              layerBytes: layer.size,
+              diffId: config.diffIds[index] ?? EMPTY_LAYER.digest,
+              blobPath,
+              parents: [...lowers],
+              virtualSizeBytes: this.#options.virtualSizeBytes,
+            },
+            { cache: this.#cache, ...this.#deps },
+            shared,
+            report,
+          );
+          await this.#cache.recordLayer(context, made);
+          return made;
+        },
+        isCallersReason,
+      );
+      lowers.push(converted);
+      if (!layers.slice(index + 1).some(({ digest }) => digest === layer.digest)) await prefetch.drop(layer);
+    }
+    return lowers;
+  }
+
+  /** Layers that are overlaybd already are used as they are. */
+  async #nativeLayers(
+    layers: readonly Descriptor[],
+    prefetch: BlobPrefetch,
+    signal: AbortSignal,
+  ): Promise<CachedLayer[]> {
+    const lowers: CachedLayer[] = [];
+    for (const layer of layers) {
+      let commit = await this.#cache.findCommit(layer.digest, layer.size);
+      if (commit === undefined) {
+        for (const next of layers) void prefetch.get(next);
+        const blobPath = await prefetch.get(layer);
+        signal.throwIfAborted();
+        const staged = `${blobPath}.commit`;
+        await rename(blobPath, staged);
+        commit = await this.#cache.publishCommit(staged, layer.digest, layer.size);
+      }
+      const { uuid } = inspectLayer(commit.file);
+      lowers.push(uuid === undefined ? commit : { ...commit, uuid });
+    }
+    return lowers;
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.#images[Symbol.asyncDispose]();
+    await this.#layers[Symbol.asyncDispose]();
+  }
+}
+
+/**
+ * The image room: resolves references into local overlaybd layers. One service owns a cache directory.
+ * Disposal aborts what is running and waits for its clean-up; the block client is the caller's.
+ */
+export function createImageService(options: ImageServiceOptions, deps: ImageServiceDeps): ImageService {
+  return new LocalImageService(options, deps);
+}
