@@ -15,7 +15,11 @@ export interface CaptureResult {
   /** The image the VM's memory now equals: the given layers and one new on top (absent if nothing changed). */
   readonly image: MemoryImage;
   readonly newLayer?: LayerRef;
+  /** Pages the guest wrote since the memory file was mapped. */
   readonly dirtyBytes: number;
+  /** Of these: what differs from the base and is in the new layer, as data and as zeros. */
+  readonly storedBytes: number;
+  readonly zeroedBytes: number;
   readonly scanMs: number;
   readonly writeMs: number;
 }
