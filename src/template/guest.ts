@@ -9,6 +9,7 @@ const USER_COMMAND_TIMEOUT_MS = 60_000;
 export class BuildGuest {
   readonly agent: AgentClient;
   readonly #log: BuildLog;
+  readonly #ensured = new Set<string>();
   #shell: string | undefined;
 
   constructor(agent: AgentClient, log: BuildLog) {
@@ -69,6 +70,8 @@ export class BuildGuest {
    * without the tools for it keeps its accounts as they are; the log says so.
    */
   async ensureUser(spec: string): Promise<void> {
+    if (this.#ensured.has(spec)) return;
+    this.#ensured.add(spec);
     const [user, group] = spec.split(":") as [string, string?];
     if (group !== undefined && !/^\d+$/.test(group) && !(await this.#listed("/etc/group", group))) {
       await this.#create(`group ${group}`, [

@@ -616,7 +616,7 @@ class Templates implements TemplateService {
         last = `: ${failureText("ready command", outcome)}`;
       } catch (error) {
         if (!(error instanceof AenvError) || error.code !== "command_timeout") throw error;
-        last = ": it did not end in time";
+        if (last === "") last = ": it did not end in time";
       }
       await unlessFailed(
         Bun.sleep(Math.min(this.#limits.readyPollMs, Math.max(1, deadline - performance.now()))),

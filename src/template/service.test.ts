@@ -1,0 +1,446 @@
+import { afterAll, afterEach, beforeAll, beforeEach, expect, test } from "bun:test";
+import { existsSync, mkdirSync, mkdtempSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import { join } from "node:path";
+import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
+import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
+import type { ImageRuntimeConfig, ImageService, ResolveOptions } from "../image/types.ts";
+import { AenvError } from "../lib/errors.ts";
+import { newId } from "../lib/ids.ts";
+import { createLogger } from "../lib/log.ts";
+import { createPosixRepository } from "../snapshot/index.ts";
+import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
+import { createTemplateService } from "./index.ts";
+import type { BuildStartRequest, TemplateService } from "./types.ts";
+
+const log = createLogger("test");
+log.level = "silent";
+
+let base: string;
+let home: string;
+let guestRoot: string;
+let agent: FakeAgent;
+let factory: FakeSandboxFactory;
+let repository: SnapshotRepository;
+let templates: TemplateService;
+let resolveImage: (reference: string, options?: ResolveOptions) => Promise<void>;
+let deletions: number;
+
+const CONFIG: ImageRuntimeConfig = {
+  env: { PATH: process.env.PATH!, FROM_IMAGE: "yes" },
+  workingDir: "/",
+  exposedPorts: ["80/tcp"],
+  volumes: [],
+  labels: {},
+  cmd: ["bash"],
+};
+
+const images: ImageService = {
+  async resolve(reference, options) {
+    await resolveImage(reference, options);
+    return {
+      reference: `docker.io/library/${reference}`,
+      manifestDigest: `sha256:${"0".repeat(64)}`,
+      lowers: [],
+      virtualSizeBytes: 1 << 30,
+      config: CONFIG,
+    };
+  },
+  [Symbol.asyncDispose]: async () => undefined,
+};
+
+function open(limits: { buildMs?: number } = {}): TemplateService {
+  return createTemplateService({
+    repository,
+    images,
+    sandboxes: factory,
+    defaults: { cpuCount: 2, memoryMiB: 512, defaultImage: "debian:12" },
+    maxConcurrentBuilds: 2,
+    log,
+    onDeleted: () => {
+      deletions += 1;
+    },
+    limits: { readyPollMs: 10, startDelayMs: 30, readyMs: 400, ...limits },
+  });
+}
+
+beforeAll(() => {
+  base = mkdtempSync("/tmp/orch-template-");
+});
+afterAll(() => rmSync(base, { recursive: true, force: true }));
+
+beforeEach(async () => {
+  home = mkdtempSync(join(base, "h-"));
+  guestRoot = join(home, "guest");
+  mkdirSync(join(guestRoot, "bin"), { recursive: true });
+  mkdirSync(join(guestRoot, "etc"));
+  writeFileSync(join(guestRoot, "bin/bash"), "");
+  writeFileSync(
+    join(guestRoot, "etc/passwd"),
+    "root:x:0:0::/root:/bin/bash\napp:x:1000:1000::/home/app:/bin/sh\n",
+  );
+  agent = startFakeAgent(guestRoot);
+  factory = new FakeSandboxFactory();
+  factory.hostAddress = agent.address;
+  repository = createPosixRepository({ root: join(home, "repository"), log });
+  resolveImage = async () => undefined;
+  deletions = 0;
+  templates = open();
+  await templates.start();
+});
+
+afterEach(async () => {
+  await templates[Symbol.asyncDispose]();
+  await agent[Symbol.asyncDispose]();
+  expect([...factory.live]).toEqual([]);
+  expect(readdirSync(join(repository.stagingDir, "captures"))).toEqual([]);
+});
+
+type Ended = Awaited<ReturnType<TemplateService["build"]>>;
+
+async function build(
+  name: string,
+  request: Partial<BuildStartRequest> = {},
+  cpuCount?: number,
+): Promise<Ended> {
+  const made = await templates.create({ name, tags: [], ...(cpuCount === undefined ? {} : { cpuCount }) });
+  await templates.startBuild(made.templateId, made.buildId, { steps: [], ...request });
+  return ended(made.templateId, made.buildId);
+}
+
+async function ended(templateId: string, buildId: string): Promise<Ended> {
+  for (let i = 0; i < 500; i++) {
+    const state = await templates.build(templateId, buildId);
+    if (state.build.status === "ready" || state.build.status === "error") {
+      // The build leaves the service a moment after its record says so.
+      await Bun.sleep(20);
+      return templates.build(templateId, buildId);
+    }
+    await Bun.sleep(10);
+  }
+  throw new Error("the build did not end");
+}
+
+const messages = (state: Ended): string[] => state.logs.map((entry) => entry.message);
+
+test("an image becomes a committed template with the image's settings and nothing is run in it", async () => {
+  const state = await build("python", { fromImage: "python:3" }, 4);
+  expect(state.build).toMatchObject({
+    status: "ready",
+    startedAt: expect.any(String),
+    finishedAt: expect.any(String),
+  });
+  expect(state.record).toMatchObject({
+    aliases: ["python"],
+    public: true,
+    resources: { cpuCount: 4, memoryMiB: 512, diskSizeMiB: 1024 },
+    committed: {
+      context: { envVars: CONFIG.env, workdir: "/", exposedPorts: ["80/tcp"], cmd: ["bash"] },
+      imageReference: `docker.io/library/python@sha256:${"0".repeat(64)}`,
+    },
+  });
+  expect(state.record.id).toBe(state.record.templateId);
+  expect(state.record.committed?.startCmd).toBeUndefined();
+  expect(agent.commands).toEqual([]);
+  expect((await templates.resolve("python"))?.id).toBe(state.record.id);
+  expect(messages(state)).toContain("booting docker.io/library/python:3");
+});
+
+test("steps change the guest and the context in their order; output is logged per step", async () => {
+  const state = await build("steps", {
+    steps: [
+      { type: "env", args: ["A", "1", "B", "two words"] },
+      { type: "WORKDIR", args: ["/srv"] },
+      { type: "WORKDIR", args: ["app"] },
+      { type: "RUN", args: ['echo "$A $B $FROM_IMAGE"; echo problem >&2'] },
+      { type: "USER", args: ["app"] },
+      { type: "RUN", args: ["true"] },
+      { type: "RUN", args: ["true", "root"] },
+      { type: "EXPOSE", args: ["8080"] },
+      { type: "LABEL", args: ["k=v"] },
+      { type: "VOLUME", args: ["/data"] },
+    ],
+  });
+  expect(state.build.reason).toBeUndefined();
+  expect(state.record.committed?.context).toEqual({
+    ...{ envVars: { ...CONFIG.env, A: "1", B: "two words" }, workdir: "/srv/app", user: "app" },
+    ...{ exposedPorts: ["80/tcp", "8080"], volumes: ["/data"], labels: { k: "v" }, cmd: ["bash"] },
+  });
+  expect(existsSync(join(guestRoot, "srv/app"))).toBeTrue();
+  expect(agent.commands.map(({ cmd, args, user, cwd }) => [cmd, args[1], user, cwd])).toEqual([
+    ["/bin/bash", "-c", "root", "/srv/app"],
+    ["/bin/bash", "-c", "app", "/srv/app"],
+    ["/bin/bash", "-c", "root", "/srv/app"],
+  ]);
+  expect(state.logs).toContainEqual(
+    expect.objectContaining({ message: "1 two words yes", step: "4", level: "info" }),
+  );
+  expect(state.logs).toContainEqual(
+    expect.objectContaining({ message: "problem", step: "4", level: "warn" }),
+  );
+});
+
+test("a failing step ends the build with its number, exit status, output and last log lines", async () => {
+  const state = await build("broken", {
+    steps: [
+      { type: "RUN", args: ["true"] },
+      {
+        type: "RUN",
+        args: ["for i in $(seq 1 200); do echo line $i; done; echo no such package >&2; exit 3"],
+      },
+    ],
+  });
+  expect(state.build).toMatchObject({
+    status: "error",
+    reason: { step: "2", message: expect.stringContaining("exit status 3: no such package") },
+  });
+  expect(messages(state)).toContain("line 200");
+  expect(messages(state).at(-1)).toContain("exit status 3");
+  expect(state.record.committed).toBeUndefined();
+});
+
+test("each kind of failure says what failed in which step", async () => {
+  resolveImage = async () => {
+    throw new AenvError({ code: "image_not_found", status: 404, message: "image nope:1 was not found" });
+  };
+  expect((await build("a")).build.reason).toEqual({ message: "image nope:1 was not found", step: "base" });
+  resolveImage = async () => undefined;
+  factory.faults.capture = () => {
+    throw new Error("no space left");
+  };
+  expect((await build("b")).build.reason).toEqual({ message: "no space left", step: "finalize" });
+  delete factory.faults.capture;
+  factory.faults.resume = () => {
+    throw new Error("no network slot");
+  };
+  expect((await build("c")).build.reason).toEqual({ message: "no network slot", step: "base" });
+  delete factory.faults.resume;
+  rmSync(join(guestRoot, "bin/bash"));
+  expect((await build("d", { steps: [{ type: "RUN", args: ["x"] }] })).build.reason).toEqual({
+    message: "there is no shell in the image (neither /bin/bash nor /bin/sh)",
+    step: "1",
+  });
+  const bare = await build("e", {
+    steps: [
+      { type: "USER", args: ["65532"] },
+      { type: "WORKDIR", args: ["/x/y"] },
+    ],
+  });
+  expect(bare.build.status).toBe("ready");
+  expect((await build("f", { fromTemplate: "unknown" })).build.reason?.message).toContain("unknown");
+});
+
+test("start and ready commands: ready is polled, an early failure or no readiness ends the build", async () => {
+  const flag = join(home, "flag");
+  const fine = await build("web", {
+    startCmd: `sleep 0.2; touch ${flag}; sleep 30`,
+    readyCmd: `test -e ${flag}`,
+  });
+  expect(fine.build.reason).toBeUndefined();
+  expect(fine.record.committed).toMatchObject({
+    readyCmd: `test -e ${flag}`,
+    startCmd: expect.stringContaining("touch"),
+  });
+  const dies = await build("dies", { startCmd: "echo cannot bind >&2; exit 4", readyCmd: "false" });
+  expect(dies.build.reason).toEqual({
+    message: "start command: exit status 4: cannot bind",
+    step: "finalize",
+  });
+  const never = await build("never", { startCmd: "sleep 30", readyCmd: "echo not yet >&2; false" });
+  expect(never.build.reason?.message).toContain(
+    "did not succeed within 0.4 s: ready command: exit status 1: not yet",
+  );
+  const ends = await build("ends", { startCmd: "true" });
+  expect(ends.build.status).toBe("ready");
+});
+
+test("a named user that the image lacks is created, with a warning where that is not possible", async () => {
+  const state = await build("users", { steps: [{ type: "USER", args: ["someone"] }] });
+  expect(state.build.status).toBe("ready");
+  const tried = agent.commands.filter((command) => command.args.includes("someone"));
+  expect(tried.map(({ cmd, args, user }) => [cmd, args.join(" "), user])).toEqual([
+    ["useradd", "-m -s /bin/bash someone", "root"],
+    ["adduser", "-D someone", "root"],
+  ]);
+  expect(messages(state)).toContainEqual(
+    expect.stringContaining("user someone does not exist and could not be created"),
+  );
+});
+
+test("bounded: a step that hangs, a VM that dies, a registry that stalls", async () => {
+  await templates[Symbol.asyncDispose]();
+  templates = open({ buildMs: 300 });
+  await templates.start();
+  const hangs = await build("hangs", { steps: [{ type: "RUN", args: ["sleep 60"] }] });
+  expect(hangs.build).toMatchObject({ status: "error", reason: { step: "1" } });
+  resolveImage = () => Promise.withResolvers<void>().promise;
+  const stalls = await build("stalls");
+  expect(stalls.build.reason).toEqual({ message: "the build did not end within 0.3 s", step: "base" });
+  resolveImage = async () => undefined;
+  const made = await templates.create({ name: "dies", tags: [] });
+  await templates.startBuild(made.templateId, made.buildId, { steps: [{ type: "RUN", args: ["sleep 60"] }] });
+  await Bun.sleep(80);
+  for (const sandbox of factory.live) sandbox.die();
+  const died = await ended(made.templateId, made.buildId);
+  expect(died.build.reason).toMatchObject({
+    step: "1",
+    message: expect.stringContaining("VM of the build ended"),
+  });
+});
+
+test("a rebuild under the same name: the old build serves until the new one is ready, also when that fails", async () => {
+  const first = await build("app", { steps: [{ type: "ENV", args: ["V", "1"] }] });
+  const failed = await build("app", { steps: [{ type: "RUN", args: ["exit 1"] }] });
+  expect(failed.record.templateId).toBe(first.record.templateId);
+  expect((await templates.resolve("app"))?.id).toBe(first.record.id);
+  const made = await templates.create({ name: "app", tags: [] });
+  expect((await templates.resolve("app"))?.id).toBe(first.record.id);
+  await templates.startBuild(made.templateId, made.buildId, {
+    steps: [{ type: "RUN", args: ["sleep 0.2"] }],
+  });
+  expect((await templates.resolve("app"))?.id).toBe(first.record.id);
+  const second = await ended(made.templateId, made.buildId);
+  expect(second.record.aliases).toEqual(["app"]);
+  expect((await templates.resolve("app"))?.id).toBe(second.record.id);
+  expect((await templates.resolve(first.record.templateId))?.id).toBe(second.record.id);
+  expect(await templates.list()).toHaveLength(3);
+});
+
+test("tags: each names its build, and a build without one is the default", async () => {
+  const one = await templates.create({ name: "tool:v1", tags: ["stable"] });
+  expect(one).toMatchObject({ alias: "tool", tags: ["v1", "stable"] });
+  const two = await templates.create({ name: "tool", tags: [] });
+  expect(two).toMatchObject({ templateId: one.templateId, tags: ["default"] });
+  await templates.startBuild(one.templateId, two.buildId, { steps: [] });
+  await ended(one.templateId, two.buildId);
+  expect((await templates.resolve("tool:stable"))?.id).toBe(one.buildId);
+  expect((await templates.resolve("tool"))?.id).toBe(two.buildId);
+  expect(await templates.resolve("tool:v2")).toBeUndefined();
+});
+
+test("10 creations of one new name at once: one template with 10 builds", async () => {
+  const made = await Promise.all(
+    Array.from({ length: 10 }, () => templates.create({ name: "same", tags: [] })),
+  );
+  expect(new Set(made.map((build) => build.templateId)).size).toBe(1);
+  expect(new Set(made.map((build) => build.buildId)).size).toBe(10);
+});
+
+test("a template from a template keeps its resources and adds to its context", async () => {
+  await build("parent", { steps: [{ type: "ENV", args: ["P", "1"] }] }, 3);
+  const child = await build(
+    "child",
+    { fromTemplate: "parent", steps: [{ type: "ENV", args: ["C", "2"] }] },
+    8,
+  );
+  expect(child.build.reason).toBeUndefined();
+  expect(child.record.resources.cpuCount).toBe(3);
+  expect(child.record.committed?.context.envVars).toMatchObject({ P: "1", C: "2", FROM_IMAGE: "yes" });
+  expect(factory.starts).toBe(2);
+});
+
+test("bad requests are refused before anything starts", async () => {
+  const made = await templates.create({ name: "x", tags: [] });
+  const start = (request: Partial<BuildStartRequest>): Promise<void> =>
+    templates.startBuild(made.templateId, made.buildId, { steps: [], ...request });
+  await expect(start({ fromImage: "a", fromTemplate: "b" })).rejects.toMatchObject({ status: 400 });
+  for (const step of [
+    { type: "COPY", args: ["a", "b"] },
+    { type: "ENV", args: ["odd"] },
+    { type: "FROM", args: ["x"] },
+    { type: "RUN", args: [] },
+    { type: "WORKDIR", args: [" "] },
+  ]) {
+    await expect(start({ steps: [step] })).rejects.toMatchObject({
+      status: 400,
+      message: expect.stringContaining("step 1"),
+    });
+  }
+  await expect(templates.startBuild(made.templateId, newId(), { steps: [] })).rejects.toMatchObject({
+    status: 404,
+  });
+  await expect(templates.startBuild("other", made.buildId, { steps: [] })).rejects.toMatchObject({
+    status: 404,
+  });
+  await expect(templates.build(made.templateId, "nonsense")).rejects.toMatchObject({
+    code: "build_not_found",
+  });
+  await expect(templates.create({ name: "a b", tags: [] })).rejects.toMatchObject({ code: "invalid_alias" });
+  await expect(templates.create({ name: "ok", tags: ["no/good"] })).rejects.toMatchObject({
+    code: "invalid_alias",
+  });
+  await expect(templates.create({ name: "ok", tags: [], cpuCount: 0 })).rejects.toMatchObject({
+    status: 400,
+  });
+  await expect(templates.create({ name: "ok", tags: [], memoryMiB: 64 })).rejects.toMatchObject({
+    status: 400,
+  });
+  expect(factory.starts).toBe(0);
+  await start({});
+  await expect(start({})).rejects.toMatchObject({ code: "build_state_conflict", status: 409 });
+  await ended(made.templateId, made.buildId);
+});
+
+test("deletion: refused while a build runs, complete afterwards, 404 for what is not there", async () => {
+  await build("app");
+  const made = await templates.create({ name: "app", tags: [] });
+  await templates.startBuild(made.templateId, made.buildId, {
+    steps: [{ type: "RUN", args: ["sleep 0.2"] }],
+  });
+  await expect(templates.delete("app")).rejects.toMatchObject({ code: "template_busy", status: 409 });
+  await ended(made.templateId, made.buildId);
+  await templates.delete("app");
+  expect(await templates.list()).toEqual([]);
+  expect(await templates.resolve("app")).toBeUndefined();
+  expect(readdirSync(join(repository.stagingDir, "logs"))).toEqual([]);
+  expect(deletions).toBe(1);
+  await expect(templates.delete("app")).rejects.toMatchObject({ code: "template_not_found", status: 404 });
+});
+
+test("a restart fails builds that were under way, keeps waiting ones, and logs of ended ones stay readable", async () => {
+  const done = await build("done");
+  const waiting = await templates.create({ name: "waiting", tags: [] });
+  const torn = (await repository.get(waiting.buildId))!;
+  const id = newId();
+  const building: SnapshotRecord = {
+    ...torn,
+    id,
+    templateId: id,
+    source: { kind: "template", build: { status: "building", startedAt: "x" }, names: ["torn"] },
+  };
+  await repository.put(building);
+  await templates[Symbol.asyncDispose]();
+  templates = open();
+  await templates.start();
+  expect((await templates.build(id, id)).build).toMatchObject({
+    status: "error",
+    reason: { message: expect.stringContaining("restarted") },
+  });
+  expect(messages(await templates.build(done.record.templateId, done.record.id))).toEqual(messages(done));
+  await templates.startBuild(waiting.templateId, waiting.buildId, { steps: [] });
+  expect((await ended(waiting.templateId, waiting.buildId)).build.status).toBe("ready");
+});
+
+test("closing the service ends running builds as failed and refuses new ones", async () => {
+  const made = await templates.create({ name: "app", tags: [] });
+  await templates.startBuild(made.templateId, made.buildId, { steps: [{ type: "RUN", args: ["sleep 60"] }] });
+  await Bun.sleep(80);
+  await templates[Symbol.asyncDispose]();
+  expect((await templates.build(made.templateId, made.buildId)).build).toMatchObject({
+    status: "error",
+    reason: { message: "the server is shutting down" },
+  });
+  await expect(templates.create({ name: "b", tags: [] })).rejects.toMatchObject({ code: "shutting_down" });
+});
+
+test("builds beyond the limit wait for their turn", async () => {
+  factory.delayMs = 30;
+  const made = await Promise.all(
+    Array.from({ length: 6 }, (_, i) => templates.create({ name: `n${i}`, tags: [] })),
+  );
+  await Promise.all(
+    made.map((build) => templates.startBuild(build.templateId, build.buildId, { steps: [] })),
+  );
+  const states = await Promise.all(made.map((build) => ended(build.templateId, build.buildId)));
+  expect(states.map((state) => state.build.status)).toEqual(Array.from({ length: 6 }, () => "ready"));
+  expect(factory.maxConcurrentStarts).toBeLessThanOrEqual(2);
+});
