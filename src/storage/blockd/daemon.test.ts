@@ -13,6 +13,7 @@ import { join } from "node:path";
 import pino from "pino";
 import { tryCommand } from "../../lib/command.ts";
 import { AenvError } from "../../lib/errors.ts";
+import { lockHolder } from "../../lib/file-lock.ts";
 import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
 import { BlockdConnection } from "./client.ts";
@@ -34,12 +35,12 @@ const DAEMON = [process.execPath, MAIN, "blockd"];
 const MiB = 1 << 20;
 const root = mkdtempSync("/tmp/blockd-test-");
 const silent = pino({ level: "silent" });
-/** Every daemon a test started, so that none outlives a failed one. */
-const started = new Set<number>();
-
+/** No daemon outlives the tests, whatever state one that failed left it in. */
 afterAll(() => {
-  for (const pid of started) {
-    if (isBlockd(pid)) process.kill(pid, "SIGKILL");
+  for (const name of readdirSync(root)) {
+    const lock = join(root, name, "run", "lock");
+    const pid = existsSync(lock) ? lockHolder(lock) : undefined;
+    if (pid !== undefined && isBlockd(pid)) process.kill(pid, "SIGKILL");
   }
   rmSync(root, { recursive: true, force: true });
 });
@@ -72,10 +73,8 @@ function optionsFor(name: string): BlockdSupervisorOptions {
   };
 }
 
-async function supervise(options: BlockdSupervisorOptions): Promise<SupervisedBlockd> {
-  const supervised = await superviseBlockd(options, silent);
-  started.add((await supervised.client.stats()).pid);
-  return supervised;
+function supervise(options: BlockdSupervisorOptions): Promise<SupervisedBlockd> {
+  return superviseBlockd(options, silent);
 }
 
 /** Ends the daemon for good, whatever state the test left it in. */
@@ -550,7 +549,6 @@ describe("life and death", () => {
     // Waits for the new daemon by itself.
     const [again] = await client.list();
     const next = (await client.stats()).pid;
-    started.add(next);
     expect(next).not.toBe(pid);
     expect(again?.socketPath).toBe(info.socketPath);
     expect(again?.failure).toBeUndefined();
@@ -603,7 +601,6 @@ describe("life and death", () => {
     };
     for (let round = 0; round < 6; round++) {
       const { pid } = await client.stats();
-      started.add(pid);
       const writing = write(performance.now() + 120);
       await Bun.sleep(20);
       const sealedPath = join(dir, `chaos-${round}.layer`);
@@ -663,7 +660,6 @@ describe("life and death", () => {
           stdio: ["ignore", "ignore", "ignore"],
         },
       );
-      started.add(child.pid);
       return child;
     };
     const first = run();
