@@ -1,0 +1,121 @@
+import { afterEach, beforeEach, expect, setDefaultTimeout, test } from "bun:test";
+import { existsSync } from "node:fs";
+import { mkdtemp, rm, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { tryCommand } from "../lib/command.ts";
+import { type Check, examine, formatChecks, portOwner } from "./doctor.ts";
+import { makeVmlinux } from "./testing.ts";
+
+setDefaultTimeout(60_000);
+
+const MAIN = join(import.meta.dir, "..", "main.ts");
+let dir = "";
+
+beforeEach(async () => {
+  dir = await mkdtemp(join(tmpdir(), "setup-doctor-"));
+});
+afterEach(() => rm(dir, { recursive: true, force: true }));
+
+function look(more: Partial<Parameters<typeof examine>[0]> = {}): Promise<Check[]> {
+  return examine({
+    home: join(dir, "home"),
+    depsDir: join(dir, "home", "deps"),
+    kernelImagePath: undefined,
+    qemuBinaryPath: join(dir, "no-qemu"),
+    apiAddress: "127.0.0.1:1",
+    mode: "auto",
+    ...more,
+  });
+}
+
+const find = (checks: readonly Check[], name: string) => checks.find((check) => check.name === name);
+
+async function doctor(args: string[], env: Record<string, string> = {}) {
+  return tryCommand([process.execPath, MAIN, "doctor", "--home", join(dir, "home"), ...args], {
+    env: { ...(process.env as Record<string, string>), API_ADDR: "127.0.0.1:1", ...env },
+  });
+}
+
+test("nothing set up: says what is missing and the cure, exits 1, makes nothing", async () => {
+  const { exitCode, stdout } = await doctor(["--qemu-binary", join(dir, "no-qemu")]);
+  expect(exitCode).toBe(1);
+  const deps = join(dir, "home", "deps");
+  expect(stdout).toMatch(
+    new RegExp(
+      `^missing +guest kernel +there is no guest kernel under ${deps}  → run: agentenv setup --deps ${deps}`,
+      "m",
+    ),
+  );
+  expect(stdout).toMatch(/^missing +QEMU +.*no-qemu does not exist {2}→ set \[qemu\]\.binary_path/m);
+  expect(stdout).toMatch(/^ok +system +\S/m);
+  expect(existsSync(join(dir, "home"))).toBe(false);
+});
+
+test("--json gives the same as data", async () => {
+  const { exitCode, stdout } = await doctor(["--json", "--qemu-binary", join(dir, "no-qemu")]);
+  expect(exitCode).toBe(1);
+  const { checks } = JSON.parse(stdout) as { checks: Check[] };
+  expect(find(checks, "guest kernel")).toMatchObject({
+    status: "missing",
+    cure: expect.stringContaining("agentenv setup"),
+  });
+  for (const check of checks) expect(["ok", "warn", "missing"]).toContain(check.status);
+});
+
+test("wrong usage exits 2, an invalid configuration is told", async () => {
+  expect((await doctor(["--bogus"])).exitCode).toBe(2);
+  const { exitCode, stdout } = await doctor([], { API_ADDR: "nonsense" });
+  expect(exitCode).toBe(1);
+  expect(stdout).toStartWith("missing configuration");
+});
+
+test("a kernel image is looked at, not unpacked", async () => {
+  const kernelImagePath = join(dir, "vmlinux");
+  await writeFile(kernelImagePath, makeVmlinux("6.1.2-own"));
+  const checks = await look({ kernelImagePath });
+  expect(find(checks, "guest kernel")).toEqual({
+    name: "guest kernel",
+    status: "ok",
+    detail: `6.1.2-own (${kernelImagePath})`,
+  });
+  expect(existsSync(join(dir, "home"))).toBe(false);
+});
+
+test("the port: free, ours, somebody else's", async () => {
+  let status = 200;
+  const server = Bun.serve({ hostname: "127.0.0.1", port: 0, fetch: () => new Response("", { status }) });
+  const apiAddress = `127.0.0.1:${server.port}`;
+  const name = `port ${server.port}`;
+  try {
+    expect(portOwner(server.port!)).toMatchObject({ listening: true, pid: process.pid });
+    const ours = await look({ apiAddress });
+    expect(find(ours, name)).toMatchObject({
+      status: "ok",
+      detail: expect.stringContaining(`pid ${process.pid}`),
+    });
+    expect(find(ours, "server")).toMatchObject({
+      status: "ok",
+      detail: expect.stringContaining("answered 200"),
+    });
+    status = 404;
+    const foreign = await look({ apiAddress });
+    expect(find(foreign, name)).toMatchObject({
+      status: "missing",
+      cure: expect.stringContaining("API_ADDR"),
+    });
+  } finally {
+    await server.stop(true);
+  }
+  const free = await look({ apiAddress });
+  expect(find(free, name)).toEqual({ name, status: "ok", detail: "free" });
+  expect(find(free, "server")).toMatchObject({ detail: "not running" });
+});
+
+test("one line per check, aligned, the cure behind an arrow", () => {
+  const text = formatChecks([
+    { name: "a", status: "ok", detail: "fine" },
+    { name: "longer", status: "missing", detail: "gone", cure: "bring it" },
+  ]);
+  expect(text).toBe("ok      a       fine\nmissing longer  gone  → bring it\n");
+});
