@@ -1,3 +1,4 @@
 export { lockHome } from "./home.ts";
 export { createOrchestrator, type OrchestratorOptions } from "./orchestrator.ts";
+export { hasTokenProtectedSandboxes } from "./protected.ts";
 export type * from "./types.ts";

@@ -1,0 +1,23 @@
+import { Database } from "bun:sqlite";
+import { existsSync } from "node:fs";
+
+/**
+ * Whether a persisted sandbox can only be reached with a token: a lost token seed is then an error and not
+ * a reason to make a new one. Read before the orchestrator exists, which needs the seed.
+ */
+export function hasTokenProtectedSandboxes(statePath: string): boolean {
+  if (!existsSync(statePath)) return false;
+  using db = new Database(statePath, { strict: true });
+  const [table] = db
+    .query<{ n: number }, []>("SELECT count(*) AS n FROM sqlite_master WHERE name = 'sandboxes'")
+    .all();
+  if (table?.n !== 1) return false;
+  const [row] = db
+    .query<{ n: number }, []>(
+      `SELECT count(*) AS n FROM sandboxes WHERE json_valid(document)
+       AND (json_extract(document, '$.record.secure') = 1
+            OR json_extract(document, '$.record.network.allowPublicTraffic') = 0)`,
+    )
+    .all();
+  return (row?.n ?? 0) > 0;
+}
