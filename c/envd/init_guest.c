@@ -1,0 +1,416 @@
+// PID 1 of the guest: brings the machine from a bare initramfs to the user's image with the agent running.
+//
+// The initramfs holds /init (this program), /lib/modules/order and the modules it names. Nothing of the user's
+// image is executed here, and the image needs to hold nothing. Kernel command line words understood:
+//   aenv.root=/dev/vda  aenv.ip=169.254.0.21/30,169.254.0.22  aenv.dns=10.0.0.1[,…]  aenv.hostname=name
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <net/if.h>
+#include <net/route.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "agent.h"
+
+static const char newroot[] = "/newroot";
+static const char user_cgroup[] = "/sys/fs/cgroup/user";
+
+typedef struct {
+  char root[64], hostname[65], ip[64], dns[256];
+} bootwords;
+
+bool is_guest_init(const char *argv0) {
+  return getpid() == 1 && !strcmp(argv0, "/init");
+}
+
+static void say(const char *text) {
+  ssize_t n = write(1, text, strlen(text));
+  (void)n; // no console, nobody to tell
+}
+
+static void warn(const char *what, int rc) {
+  char line[512];
+  snprintf(line, sizeof line, "aenv: init: %s: %s\n", what, strerror(-rc));
+  say(line);
+}
+
+static void machine_off(void) {
+  sync();
+  reboot(RB_POWER_OFF);
+  // Reached only without a way to power off: a reset ends a VMM that was told not to reboot.
+  reboot(RB_AUTOBOOT);
+  for (;;) pause();
+}
+
+static void __attribute__((noreturn)) fatal(const char *what, int rc) {
+  char line[512];
+  snprintf(line, sizeof line, "aenv: init: fatal: %s: %s\n", what, strerror(-rc));
+  say(line);
+  machine_off();
+  _exit(1);
+}
+
+static void read_words(bootwords *w) {
+  char *text;
+  strcpy(w->root, "/dev/vda");
+  ssize_t n = read_whole("/proc/cmdline", &text, 65536);
+  if (n < 0) fatal("/proc/cmdline", (int)n);
+  const struct {
+    const char *name;
+    char *dst;
+    size_t cap;
+  } f[] = {{"aenv.root=", w->root, sizeof w->root},
+           {"aenv.ip=", w->ip, sizeof w->ip},
+           {"aenv.dns=", w->dns, sizeof w->dns},
+           {"aenv.hostname=", w->hostname, sizeof w->hostname}};
+  for (char *p = strtok(text, " \n"); p; p = strtok(NULL, " \n"))
+    for (size_t i = 0; i < sizeof f / sizeof f[0]; i++) {
+      size_t k = strlen(f[i].name);
+      if (!strncmp(p, f[i].name, k)) snprintf(f[i].dst, f[i].cap, "%s", p + k);
+    }
+  free(text);
+}
+
+static int must_mount(const char *src, const char *dst, const char *type, unsigned long flags, const char *data) {
+  if (mkdir(dst, 0755) && errno != EEXIST && errno != EROFS) return -errno;
+  return mount(src, dst, type, flags, data) ? -errno : 0;
+}
+
+static void open_console(void) {
+  int fd = open("/dev/console", O_RDWR | O_NOCTTY);
+  if (fd < 0) fd = open("/dev/null", O_RDWR);
+  for (int i = 0; i < 3 && fd >= 0; i++)
+    if (i != fd) dup2(fd, i);
+  if (fd > 2) close(fd);
+}
+
+// A module that does not load is told and passed over: whether it was needed shows at the device it drives.
+static void load_modules(void) {
+  char *order;
+  ssize_t n = read_whole("/lib/modules/order", &order, 1 << 20);
+  if (n == -ENOENT) return; // all built in
+  if (n < 0) {
+    warn("/lib/modules/order", (int)n);
+    return;
+  }
+  for (char *name = strtok(order, "\r\n"); name; name = strtok(NULL, "\r\n")) {
+    char path[300];
+    snprintf(path, sizeof path, "/lib/modules/%s", name);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || (syscall(SYS_finit_module, fd, "", 0) && errno != EEXIST)) warn(path, -errno);
+    if (fd >= 0) close(fd);
+  }
+  free(order);
+}
+
+static void mount_root(const char *dev) {
+  char what[160];
+  // Disks usually exist once their driver is loaded; a probe in the background may take a little longer.
+  struct timespec step = {0, 1000 * 1000};
+  for (int waited = 0; access(dev, F_OK); waited += (int)(step.tv_nsec / 1000000)) {
+    if (waited >= 10000) {
+      snprintf(what, sizeof what, "root device %s did not appear within 10 s (aenv.root, or its driver module)", dev);
+      fatal(what, -ENODEV);
+    }
+    nanosleep(&step, NULL);
+    if (waited > 50) step.tv_nsec = 10 * 1000 * 1000;
+  }
+  if (mkdir(newroot, 0755) && errno != EEXIST) fatal(newroot, -errno);
+  if (mount(dev, newroot, "ext4", MS_NOATIME, "noinit_itable")) {
+    snprintf(what, sizeof what, "mounting %s as ext4", dev);
+    fatal(what, -errno);
+  }
+}
+
+// Frees the memory of the initramfs. Only ever called on its own file system.
+static void empty_initramfs(int fd, dev_t dev) {
+  DIR *d = fdopendir(fd);
+  if (!d) {
+    close(fd);
+    return;
+  }
+  for (struct dirent *e; (e = readdir(d));) {
+    if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+    struct stat st;
+    if (fstatat(dirfd(d), e->d_name, &st, AT_SYMLINK_NOFOLLOW) || st.st_dev != dev) continue;
+    if (S_ISDIR(st.st_mode)) {
+      int sub = openat(dirfd(d), e->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+      if (sub >= 0) empty_initramfs(sub, dev);
+      unlinkat(dirfd(d), e->d_name, AT_REMOVEDIR);
+    } else {
+      unlinkat(dirfd(d), e->d_name, 0);
+    }
+  }
+  closedir(d);
+}
+
+static void switch_root(void) {
+  struct stat st;
+  int old = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (old < 0 || fstat(old, &st)) fatal("/", -errno);
+  // Mounted anew inside: there the image's own links decide where these places are, and cannot lead outside.
+  umount2("/proc", MNT_DETACH);
+  umount2("/sys", MNT_DETACH);
+  umount2("/dev", MNT_DETACH);
+  if (chdir(newroot) || mount(".", "/", NULL, MS_MOVE, NULL) || chroot(".") || chdir("/"))
+    fatal("switching to the root file system", -errno);
+  empty_initramfs(old, st.st_dev);
+}
+
+// A directory at path, whatever the image has there: a link that leads nowhere or a file is replaced.
+static void ensure_dir(const char *path, mode_t mode) {
+  struct stat st;
+  if (!stat(path, &st) && S_ISDIR(st.st_mode)) return;
+  if (!lstat(path, &st)) {
+    if (unlink(path)) warn(path, -errno);
+  }
+  if (mkdir(path, mode))
+    warn(path, -errno);
+  else if (chmod(path, mode))
+    warn(path, -errno);
+}
+
+static void mount_in(const char *src, const char *dst, const char *type, unsigned long flags, const char *data, bool needed) {
+  ensure_dir(dst, 0755);
+  if (!mount(src, dst, type, flags, data)) return;
+  char what[128];
+  snprintf(what, sizeof what, "mounting %s on %s", type, dst);
+  if (needed) fatal(what, -errno);
+  warn(what, -errno);
+}
+
+static void link_to(const char *target, const char *path) {
+  if (symlink(target, path) && errno != EEXIST) warn(path, -errno);
+}
+
+static void prepare_image(void) {
+  const unsigned long quiet = MS_NOSUID | MS_NODEV | MS_NOEXEC;
+  mount_in("proc", "/proc", "proc", quiet, NULL, true);
+  mount_in("sysfs", "/sys", "sysfs", quiet, NULL, true);
+  mount_in("devtmpfs", "/dev", "devtmpfs", MS_NOSUID, "mode=0755", true);
+  mount_in("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "gid=5,mode=620,ptmxmode=666", false);
+  mount_in("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777", false);
+  mount_in("tmpfs", "/run", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755", false);
+  ensure_dir("/tmp", 01777);
+  if (chmod("/dev/ptmx", 0666)) warn("/dev/ptmx", -errno);
+  link_to("/proc/self/fd", "/dev/fd");
+  link_to("/proc/self/fd/0", "/dev/stdin");
+  link_to("/proc/self/fd/1", "/dev/stdout");
+  link_to("/proc/self/fd/2", "/dev/stderr");
+  mount_in("cgroup2", "/sys/fs/cgroup", "cgroup2", quiet, NULL, false);
+  static const char *const controllers[] = {"+cpu", "+cpuset", "+memory", "+io", "+pids"};
+  for (size_t i = 0; i < sizeof controllers / sizeof controllers[0]; i++) {
+    int rc = write_control("/sys/fs/cgroup/cgroup.subtree_control", controllers[i]);
+    if (rc && rc != -ENOENT && rc != -EINVAL) warn(controllers[i], rc); // this kernel has it or not
+  }
+}
+
+// ---- network -----------------------------------------------------------------------------------
+
+static int if_up(int s, const char *name) {
+  struct ifreq r = {0};
+  snprintf(r.ifr_name, sizeof r.ifr_name, "%s", name);
+  if (ioctl(s, SIOCGIFFLAGS, &r)) return -errno;
+  r.ifr_flags |= IFF_UP;
+  return ioctl(s, SIOCSIFFLAGS, &r) ? -errno : 0;
+}
+
+static int set_addr(int s, unsigned long req, const char *name, struct in_addr a) {
+  struct ifreq r = {0};
+  struct sockaddr_in sa = {.sin_family = AF_INET, .sin_addr = a};
+  snprintf(r.ifr_name, sizeof r.ifr_name, "%s", name);
+  memcpy(&r.ifr_addr, &sa, sizeof sa);
+  return ioctl(s, req, &r) ? -errno : 0;
+}
+
+// "ADDRESS/PREFIX[,GATEWAY]" onto eth0. 0, or -errno; -EINVAL when malformed.
+static int configure_eth0(int s, char *spec) {
+  struct in_addr addr, gw = {0}, mask;
+  char *comma = strchr(spec, ','), *slash = strchr(spec, '/');
+  if (comma) *comma = 0;
+  uint64_t prefix;
+  if (!slash || parse_u64(slash + 1, strlen(slash + 1), 32, &prefix)) return -EINVAL;
+  *slash = 0;
+  if (inet_pton(AF_INET, spec, &addr) != 1 || (comma && inet_pton(AF_INET, comma + 1, &gw) != 1)) return -EINVAL;
+  mask.s_addr = prefix ? htonl(~0u << (32 - prefix)) : 0;
+  int rc = write_control("/proc/sys/net/ipv6/conf/eth0/disable_ipv6", "1");
+  if (rc && rc != -ENOENT) warn("disabling IPv6 on eth0", rc);
+  rc = set_addr(s, SIOCSIFADDR, "eth0", addr);
+  if (!rc) rc = set_addr(s, SIOCSIFNETMASK, "eth0", mask);
+  if (!rc) rc = if_up(s, "eth0");
+  if (rc || !comma) return rc;
+  struct rtentry rt = {0};
+  struct sockaddr_in any = {.sin_family = AF_INET}, to = {.sin_family = AF_INET, .sin_addr = gw};
+  memcpy(&rt.rt_dst, &any, sizeof any);
+  memcpy(&rt.rt_genmask, &any, sizeof any);
+  memcpy(&rt.rt_gateway, &to, sizeof to);
+  rt.rt_flags = RTF_UP | RTF_GATEWAY;
+  return ioctl(s, SIOCADDRT, &rt) ? -errno : 0;
+}
+
+static void set_network(bootwords *w) {
+  int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (s < 0) fatal("socket", -errno);
+  int rc = if_up(s, "lo");
+  if (rc) warn("loopback", rc);
+  if (*w->ip) {
+    rc = configure_eth0(s, w->ip);
+    // Without it nobody could ever reach the agent.
+    if (rc) fatal(rc == -EINVAL ? "aenv.ip must be ADDRESS/PREFIX[,GATEWAY]" : "configuring eth0", rc);
+  }
+  close(s);
+}
+
+// ---- files of the image ------------------------------------------------------------------------
+
+static bool same_file(const char *path, const char *text) {
+  struct stat st;
+  char *have;
+  if (lstat(path, &st) || !S_ISREG(st.st_mode) || read_whole(path, &have, 65536) < 0) return false;
+  bool same = !strcmp(have, text);
+  free(have);
+  return same;
+}
+
+// Replaces whatever is there (a link would lead to a resolver that does not run here).
+static void put_text(const char *path, const char *text) {
+  if (same_file(path, text)) return;
+  if (unlink(path) && errno != ENOENT) warn(path, -errno);
+  int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  int rc = fd < 0 ? -errno : write_all(fd, text, strlen(text));
+  if (rc) warn(path, rc);
+  if (fd >= 0) close(fd);
+}
+
+static void write_etc(bootwords *w) {
+  ensure_dir("/etc", 0755);
+  if (*w->dns) {
+    buf b = {0};
+    for (char *p = strtok(w->dns, ","); p; p = strtok(NULL, ",")) buf_printf(&b, "nameserver %s\n", p);
+    buf_putc(&b, 0);
+    if (!b.oom) put_text("/etc/resolv.conf", (char *)b.p);
+    buf_free(&b);
+  }
+  if (access("/etc/hosts", F_OK)) {
+    char text[256];
+    snprintf(text, sizeof text, "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.1.1 %s\n",
+             *w->hostname ? w->hostname : "sandbox");
+    put_text("/etc/hosts", text);
+  }
+  const char *name = *w->hostname ? w->hostname : "sandbox";
+  if (sethostname(name, strlen(name))) warn("sethostname", -errno);
+}
+
+// ---- supervision -------------------------------------------------------------------------------
+
+static pid_t start_agent(int self, int state) {
+  pid_t pid = fork();
+  if (pid) return pid;
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, NULL);
+  setsid();
+  int rc = write_control("/proc/self/oom_score_adj", "-1000");
+  if (rc) warn("oom_score_adj", rc);
+  char port[16], fd[16];
+  snprintf(port, sizeof port, "%d", AGENT_PORT);
+  snprintf(fd, sizeof fd, "%d", state);
+  if (fcntl(state, F_SETFD, 0)) warn("state", -errno);
+  char *argv[] = {"envd",       "--port",     port,         "--guest", "--trust-if", "eth0",
+                  "--state-fd", fd, "--cgroup", (char *)user_cgroup, NULL};
+  char *envp[] = {"PATH=" DEFAULT_PATH, "HOME=/", NULL};
+  syscall(SYS_execveat, self, "", argv, envp, AT_EMPTY_PATH);
+  warn("starting the agent", -errno);
+  _exit(127);
+}
+
+static void stop_machine(bool restart) {
+  say(restart ? "aenv: init: restarting\n" : "aenv: init: powering off\n");
+  kill(-1, SIGTERM);
+  // Up to two seconds for an orderly end; PID 1 gets every orphan, so "no child" means nobody is left.
+  struct timespec step = {0, 10 * 1000 * 1000};
+  bool left = true;
+  for (int i = 0; i < 200 && left; i++) {
+    pid_t pid;
+    while ((pid = waitpid(-1, NULL, WNOHANG)) > 0) {
+    }
+    left = !(pid < 0 && errno == ECHILD);
+    if (left) nanosleep(&step, NULL);
+  }
+  kill(-1, SIGKILL);
+  sync();
+  if (mount(NULL, "/", NULL, MS_REMOUNT | MS_RDONLY, NULL)) warn("remounting / read-only", -errno);
+  if (restart) reboot(RB_AUTOBOOT);
+  machine_off();
+}
+
+int guest_init(void) {
+  bootwords w = {0};
+  umask(022);
+  int rc = must_mount("devtmpfs", "/dev", "devtmpfs", MS_NOSUID, "mode=0755");
+  open_console();
+  if (rc) fatal("mounting devtmpfs", rc);
+  if ((rc = must_mount("proc", "/proc", "proc", 0, NULL))) fatal("mounting proc", rc);
+  // The program outlives its file: agents are started from this descriptor.
+  int self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+  if (self < 0) fatal("/proc/self/exe", -errno);
+  read_words(&w);
+  load_modules();
+  mount_root(w.root);
+  switch_root();
+  prepare_image();
+  set_network(&w);
+  write_etc(&w);
+  umask(022);
+
+  int state = (int)syscall(SYS_memfd_create, "aenv-state", 1u /* MFD_CLOEXEC */);
+  if (state < 0) fatal("memfd", -errno);
+  struct rlimit files = {1024, 1048576};
+  if (setrlimit(RLIMIT_NOFILE, &files)) warn("RLIMIT_NOFILE", -errno);
+  reboot(RB_DISABLE_CAD); // Ctrl-Alt-Del becomes SIGINT
+  sigset_t set;
+  sigfillset(&set);
+  sigprocmask(SIG_SETMASK, &set, NULL);
+  pid_t agent_pid = start_agent(self, state);
+  int64_t started = mono_ms();
+  for (;;) {
+    siginfo_t si;
+    int sig;
+    if (agent_pid > 0) {
+      sig = sigwaitinfo(&set, &si);
+    } else { // not more often than once a second
+      int64_t left = started + 1000 - mono_ms();
+      struct timespec wait = {left > 0 ? left / 1000 : 0, left > 0 ? left % 1000 * 1000000 : 0};
+      sig = sigtimedwait(&set, &si, &wait);
+      if (mono_ms() >= started + 1000) {
+        agent_pid = start_agent(self, state);
+        started = mono_ms();
+      }
+    }
+    if (sig == SIGTERM || sig == SIGPWR || sig == SIGUSR1 || sig == SIGUSR2) stop_machine(false);
+    if (sig == SIGINT) stop_machine(true);
+    int status;
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+      if (pid == agent_pid) {
+        char line[128];
+        snprintf(line, sizeof line, "aenv: init: the agent ended (%s %d), starting it again\n",
+                 WIFSIGNALED(status) ? "signal" : "status", WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
+        say(line);
+        agent_pid = -1;
+      }
+  }
+}

@@ -1,0 +1,446 @@
+// Directory watches on inotify: streamed (WatchDir) or queued (CreateWatcher).
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/inotify.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include "agent.h"
+
+enum { EV_CREATE = 1, EV_WRITE, EV_REMOVE, EV_RENAME, EV_CHMOD };
+enum { WATCHERS_MAX = 512, QUEUE_MAX = 100000, DEPTH_MAX = 128 };
+
+typedef struct {
+  int wd;
+  char *rel; // "" for the watched directory itself
+} node;
+
+typedef struct queued {
+  struct queued *next;
+  int type;
+  char name[];
+} queued;
+
+// Names found by looking into a new directory: their own event may still follow and is then a repetition.
+typedef struct seen {
+  struct seen *next;
+  char rel[];
+} seen;
+
+typedef struct watcher {
+  agent *ag;
+  struct watcher *next;
+  ev e;
+  call *k; // WatchDir; NULL for a queued one
+  char id[40];
+  char *root;
+  bool recursive, entry, failed;
+  const char *why;
+  node *nodes;
+  size_t n, cap;
+  queued *first, **tail;
+  size_t nqueued;
+  seen *seen;
+} watcher;
+
+#define MASK (IN_CREATE | IN_MOVED_TO | IN_MOVED_FROM | IN_ATTRIB | IN_MODIFY | IN_DELETE | IN_DELETE_SELF | IN_MOVE_SELF)
+
+static void watcher_free(watcher *w) {
+  for (watcher **p = &w->ag->watchers; *p; p = &(*p)->next)
+    if (*p == w) {
+      *p = w->next;
+      w->ag->nwatchers--;
+      break;
+    }
+  if (w->k) {
+    w->k->user_data = NULL;
+    w->k->on_gone = w->k->on_drained = NULL;
+  }
+  // A send may find the client gone and end up here while an event is being worked on: `failed` stops that.
+  w->failed = true;
+  ev_del(&w->ag->loop, &w->e);
+  close(w->e.fd);
+  for (size_t i = 0; i < w->n; i++) free(w->nodes[i].rel);
+  free(w->nodes);
+  for (queued *q = w->first, *n; q; q = n) n = q->next, free(q);
+  for (seen *s = w->seen, *n; s; s = n) n = s->next, free(s);
+  free(w->root);
+  w->n = w->cap = 0;
+  w->nodes = NULL;
+  w->root = NULL;
+  w->first = NULL;
+  w->seen = NULL;
+  loop_free_later(&w->ag->loop, w);
+}
+
+static void give_up(watcher *w, const char *why) {
+  if (w->failed) return;
+  w->failed = true;
+  w->why = why;
+}
+
+static char *full_path(const watcher *w, arena *a, const char *rel) {
+  return arena_printf(a, "%s%s%s", w->root, *rel && strcmp(w->root, "/") ? "/" : "", rel);
+}
+
+static void fill_event(watcher *w, arena *a, const userdb *db, msg *ev, const char *name, int type) {
+  msg_add_str(a, ev, 1, name);
+  msg_add_int(a, ev, 2, type);
+  if (!w->entry || (type != EV_CREATE && type != EV_WRITE && type != EV_CHMOD)) return;
+  const fdesc *f = &ev->d->fields[2];
+  msg *info = msg_new(a, f->sub);
+  char *p = full_path(w, a, strcmp(name, ".") ? name : "");
+  if (!info || !p || entry_info(a, db, p, info)) return;
+  val *v = msg_add(a, ev, 3);
+  if (v) v->m = info;
+}
+
+static void emit(watcher *w, const char *name, int type) {
+  if (w->failed) return;
+  if (w->k) {
+    arena a = {.limit = 1 << 20};
+    msg *resp = msg_new(&a, w->k->m->out);
+    msg *ev = msg_add_sub(&a, resp, 2);
+    if (ev) {
+      fill_event(w, &a, &w->k->db, ev, name, type);
+      rpc_send(w->k, resp);
+    }
+    arena_free(&a);
+    return;
+  }
+  queued *q = w->nqueued < QUEUE_MAX ? malloc(sizeof *q + strlen(name) + 1) : NULL;
+  if (!q) {
+    give_up(w, "too many unfetched events");
+    return;
+  }
+  q->next = NULL;
+  q->type = type;
+  strcpy(q->name, name);
+  *w->tail = q;
+  w->tail = &q->next;
+  w->nqueued++;
+}
+
+static node *node_of(watcher *w, int wd) {
+  for (size_t i = 0; i < w->n; i++)
+    if (w->nodes[i].wd == wd) return &w->nodes[i];
+  return NULL;
+}
+
+static void forget(watcher *w, size_t i) {
+  free(w->nodes[i].rel);
+  w->nodes[i] = w->nodes[--w->n];
+}
+
+// A directory that was moved away is no longer ours, nor is what lies below it.
+static void forget_tree(watcher *w, const char *rel) {
+  size_t len = strlen(rel);
+  for (size_t i = 0; i < w->n;) {
+    const char *r = w->nodes[i].rel;
+    if (!strncmp(r, rel, len) && (!r[len] || r[len] == '/')) {
+      inotify_rm_watch(w->e.fd, w->nodes[i].wd);
+      forget(w, i);
+    } else {
+      i++;
+    }
+  }
+}
+
+static int add_dir(watcher *w, const char *rel, bool report, int depth) {
+  if (w->failed) return 0;
+  arena a = {.limit = 64 * 1024};
+  char *path = full_path(w, &a, rel);
+  int wd = path ? inotify_add_watch(w->e.fd, path, MASK | IN_ONLYDIR) : -1;
+  if (wd < 0) {
+    int rc = path ? -errno : -ENOMEM;
+    arena_free(&a);
+    // What vanished or turned into something else in the meantime is no failure of the watch.
+    return rc == -ENOENT || rc == -ENOTDIR ? (depth ? 0 : rc) : rc;
+  }
+  node *old = node_of(w, wd);
+  char *r = strdup(rel);
+  int rc = r ? 0 : -ENOMEM;
+  if (!rc && old) {
+    free(old->rel);
+    old->rel = r;
+  } else if (!rc) {
+    if (w->n == w->cap) {
+      size_t cap = w->cap ? w->cap * 2 : 16;
+      node *n = realloc(w->nodes, cap * sizeof *n);
+      if (n) {
+        w->nodes = n;
+        w->cap = cap;
+      }
+    }
+    if (w->n < w->cap) {
+      w->nodes[w->n++] = (node){wd, r};
+    } else {
+      free(r);
+      rc = -ENOMEM;
+    }
+  }
+  DIR *d = !rc && (w->recursive || report) && depth < DEPTH_MAX ? opendir(path) : NULL;
+  arena_free(&a);
+  if (!d) return rc;
+  for (struct dirent *e; !rc && !w->failed && (e = readdir(d));) {
+    if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+    struct stat st;
+    if (fstatat(dirfd(d), e->d_name, &st, AT_SYMLINK_NOFOLLOW)) continue;
+    size_t len = strlen(rel) + strlen(e->d_name) + 2;
+    seen *s = malloc(sizeof *s + len);
+    if (!s) {
+      rc = -ENOMEM;
+      break;
+    }
+    snprintf(s->rel, len, "%s%s%s", rel, *rel ? "/" : "", e->d_name);
+    if (report) {
+      emit(w, s->rel, EV_CREATE);
+      if (S_ISREG(st.st_mode) && st.st_size) emit(w, s->rel, EV_WRITE);
+    }
+    if (w->recursive && S_ISDIR(st.st_mode)) rc = add_dir(w, s->rel, report, depth + 1);
+    if (report && !w->failed) {
+      s->next = w->seen;
+      w->seen = s;
+    } else {
+      free(s);
+    }
+  }
+  closedir(d);
+  return rc;
+}
+
+static bool was_seen(watcher *w, const char *rel) {
+  for (seen **p = &w->seen; *p; p = &(*p)->next)
+    if (!strcmp((*p)->rel, rel)) {
+      seen *s = *p;
+      *p = s->next;
+      free(s);
+      return true;
+    }
+  return false;
+}
+
+static void one_event(watcher *w, const struct inotify_event *e) {
+  if (e->mask & IN_Q_OVERFLOW) {
+    give_up(w, "the kernel's event queue overflowed: events were lost");
+    return;
+  }
+  node *n = node_of(w, e->wd);
+  if (!n) return;
+  if (e->mask & IN_IGNORED) {
+    bool root = !*n->rel;
+    forget(w, (size_t)(n - w->nodes));
+    if (root) give_up(w, "the watched directory is gone");
+    return;
+  }
+  char rel[8192];
+  if (e->len) {
+    int len = snprintf(rel, sizeof rel, "%s%s%s", n->rel, *n->rel ? "/" : "", e->name);
+    if (len < 0 || (size_t)len >= sizeof rel) return;
+  } else {
+    if (*n->rel) return; // the parent's watch reports it by name
+    strcpy(rel, ".");
+  }
+  bool dir = (e->mask & IN_ISDIR) && e->len;
+  bool create = e->mask & (IN_CREATE | IN_MOVED_TO);
+  if (create && !was_seen(w, rel)) emit(w, rel, EV_CREATE);
+  if (e->mask & (IN_MOVED_FROM | IN_MOVE_SELF)) emit(w, rel, EV_RENAME);
+  if (e->mask & IN_ATTRIB) emit(w, rel, EV_CHMOD);
+  if (e->mask & IN_MODIFY) emit(w, rel, EV_WRITE);
+  if (e->mask & (IN_DELETE | IN_DELETE_SELF)) emit(w, rel, EV_REMOVE);
+  if (!dir || !w->recursive) return;
+  if (e->mask & (IN_MOVED_FROM | IN_DELETE)) forget_tree(w, rel);
+  if (create) {
+    int rc = add_dir(w, rel, true, 1);
+    if (rc) give_up(w, rc == -ENOSPC ? "out of inotify watches (fs.inotify.max_user_watches)" : strerror(-rc));
+  }
+}
+
+static void watch_on(watcher *w) {
+  ev_set(&w->ag->loop, &w->e, w->failed || (w->k && !rpc_may_send(w->k)) ? 0 : EPOLLIN);
+}
+
+static void end_stream(watcher *w) {
+  call *k = w->k;
+  const char *why = w->why;
+  watcher_free(w);
+  rpc_fail(k, INTERNAL, "watch failed: %s", why);
+  rpc_finish(k);
+}
+
+static void on_inotify(ev *e, uint32_t events) {
+  (void)events;
+  watcher *w = e->owner;
+  _Alignas(struct inotify_event) char chunk[16 * 1024];
+  ssize_t n = read(e->fd, chunk, sizeof chunk);
+  if (n < 0 && errno != EAGAIN && errno != EINTR) give_up(w, strerror(errno));
+  for (ssize_t i = 0; i < n && !w->failed && e->added;) {
+    const struct inotify_event *ie = (const struct inotify_event *)(chunk + i);
+    one_event(w, ie);
+    i += (ssize_t)(sizeof *ie + ie->len);
+  }
+  if (!e->added) return; // the client left while we were sending
+  // Everything queued before a directory was looked into has been read once the queue is empty.
+  if (n > 0 && n < (ssize_t)sizeof chunk / 2)
+    for (seen *s; (s = w->seen);) w->seen = s->next, free(s);
+  if (w->failed && w->k)
+    end_stream(w);
+  else
+    watch_on(w);
+}
+
+static bool network_fs(const char *path) {
+  struct statfs s;
+  if (statfs(path, &s)) return false;
+  switch ((uint32_t)s.f_type) {
+  case 0x6969:      // NFS
+  case 0xff534d42u: // CIFS
+  case 0x517b:      // SMB
+  case 0xfe534d42u: // SMB2
+  case 0x65735546:  // FUSE
+    return true;
+  default: return false;
+  }
+}
+
+// A new armed watch for the request, or NULL after rpc_fail.
+static watcher *watch_new(call *k, bool stream) {
+  char *path;
+  const char *arg = msg_str(k->in, 1);
+  if (agent_path(k->ag, &k->a, &k->user, arg, &path)) {
+    rpc_fail(k, INVALID_ARGUMENT, "cannot resolve path '%s'", arg);
+    return NULL;
+  }
+  struct stat st;
+  if (stat(path, &st)) {
+    rpc_fail(k, errno == ENOENT || errno == ENOTDIR ? NOT_FOUND : INTERNAL, "cannot watch '%s': %s", path, strerror(errno));
+    return NULL;
+  }
+  if (!S_ISDIR(st.st_mode)) {
+    rpc_fail(k, INVALID_ARGUMENT, "path is not a directory: %s", path);
+    return NULL;
+  }
+  if (!msg_int(k->in, 4) && network_fs(path)) {
+    rpc_fail(k, INVALID_ARGUMENT, "cannot watch a path on a network mount: %s", path);
+    return NULL;
+  }
+  if (k->ag->nwatchers >= WATCHERS_MAX) {
+    rpc_fail(k, RESOURCE_EXHAUSTED, "too many watchers (%d)", WATCHERS_MAX);
+    return NULL;
+  }
+  watcher *w = calloc(1, sizeof *w);
+  int fd = w ? inotify_init1(IN_NONBLOCK | IN_CLOEXEC) : -1;
+  if (fd < 0) {
+    rpc_fail(k, INTERNAL, "cannot watch: %s", strerror(w ? errno : ENOMEM));
+    free(w);
+    return NULL;
+  }
+  w->ag = k->ag;
+  w->e = (ev){.fd = fd, .cb = on_inotify, .owner = w};
+  w->recursive = msg_int(k->in, 2);
+  w->entry = msg_int(k->in, 3);
+  w->tail = &w->first;
+  w->next = k->ag->watchers;
+  k->ag->watchers = w;
+  k->ag->nwatchers++;
+  size_t n = strlen(path);
+  while (n > 1 && path[n - 1] == '/') n--;
+  w->root = strndup(path, n);
+  int rc = w->root ? add_dir(w, "", false, 0) : -ENOMEM;
+  if (!rc && ev_set(&k->ag->loop, &w->e, EPOLLIN)) rc = -ENOMEM;
+  if (rc) {
+    rpc_fail(k, INTERNAL, "cannot watch '%s': %s", path,
+             rc == -ENOSPC ? "out of inotify watches (fs.inotify.max_user_watches)" : strerror(-rc));
+    watcher_free(w);
+    return NULL;
+  }
+  if (stream) w->k = k;
+  return w;
+}
+
+static void on_stream_gone(call *k) {
+  watcher *w = k->user_data;
+  if (w) watcher_free(w);
+}
+
+static void on_stream_drained(call *k) {
+  if (k->user_data) watch_on(k->user_data);
+}
+
+static void send_plain(call *k, uint32_t field) {
+  arena a = {.limit = 16 * 1024};
+  msg *resp = msg_new(&a, k->m->out);
+  if (msg_add_sub(&a, resp, field)) rpc_send(k, resp);
+  arena_free(&a);
+}
+
+static void send_keepalive(call *k) {
+  send_plain(k, 3);
+}
+
+void rpc_watch_dir(call *k) {
+  watcher *w = watch_new(k, true);
+  if (!w) return;
+  k->user_data = w;
+  k->on_gone = on_stream_gone;
+  k->on_drained = on_stream_drained;
+  k->on_keepalive = send_keepalive;
+  send_plain(k, 1);
+}
+
+void rpc_create_watcher(call *k) {
+  watcher *w = watch_new(k, false);
+  if (!w) return;
+  uint8_t rnd[16];
+  if (getrandom(rnd, sizeof rnd, GRND_NONBLOCK) != (ssize_t)sizeof rnd) memcpy(rnd, &w, sizeof w);
+  for (int i = 0; i < 16; i++) snprintf(w->id + 2 * i, 3, "%02x", rnd[i]);
+  k->out = msg_new(&k->a, k->m->out);
+  msg_add_str(&k->a, k->out, 1, w->id);
+}
+
+static watcher *find_watcher(call *k) {
+  const char *id = msg_str(k->in, 1);
+  for (watcher *w = k->ag->watchers; w; w = w->next)
+    if (!w->k && *w->id && !strcmp(w->id, id)) return w;
+  rpc_fail(k, NOT_FOUND, "watcher '%s' not found", id);
+  return NULL;
+}
+
+void rpc_get_watcher_events(call *k) {
+  watcher *w = find_watcher(k);
+  if (!w) return;
+  if (w->failed && !w->first) {
+    rpc_fail(k, INTERNAL, "watch failed: %s", w->why);
+    return;
+  }
+  k->out = msg_new(&k->a, k->m->out);
+  while (w->first) {
+    queued *q = w->first;
+    msg *ev = msg_add_sub(&k->a, k->out, 1);
+    const char *name = ev ? arena_strndup(&k->a, q->name, strlen(q->name)) : NULL;
+    if (!name) break; // the call fails as too large; what is left stays queued
+    fill_event(w, &k->a, &k->db, ev, name, q->type);
+    w->first = q->next;
+    w->nqueued--;
+    free(q);
+  }
+  if (!w->first) w->tail = &w->first;
+}
+
+void rpc_remove_watcher(call *k) {
+  watcher *w = find_watcher(k);
+  if (!w) return;
+  watcher_free(w);
+  k->out = msg_new(&k->a, k->m->out);
+}
+
+void watchers_close(agent *ag) {
+  while (ag->watchers) watcher_free(ag->watchers);
+}
