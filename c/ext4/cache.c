@@ -230,14 +230,14 @@ int cache_write(struct cache *cache, uint64_t offset, const void *data, size_t l
 	while (length > 0) {
 		size_t within = (size_t)(offset % CACHE_PAGE_BYTES);
 		size_t part = CACHE_PAGE_BYTES - within < length ? CACHE_PAGE_BYTES - within : length;
+		bool known = find_page(cache, offset / CACHE_PAGE_BYTES) != NULL;
 		struct page *page;
 		int rc = get_page(cache, offset / CACHE_PAGE_BYTES, part == CACHE_PAGE_BYTES, &page);
 
 		if (rc < 0)
 			return rc;
-		if (!page->dirty && part < CACHE_PAGE_BYTES && memcmp(page->data + within, source, part) == 0) {
-			/* Nothing changes: the page stays out of the layer. */
-		} else {
+		/* What does not change stays out of the layer: libext2fs writes every bitmap it has read. */
+		if (page->dirty || (part == CACHE_PAGE_BYTES && !known) || memcmp(page->data + within, source, part) != 0) {
 			memcpy(page->data + within, source, part);
 			page->dirty = true;
 		}

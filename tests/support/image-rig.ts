@@ -1,0 +1,102 @@
+import { closeSync, ftruncateSync, openSync, writeSync } from "node:fs";
+import { mkdir, mkdtemp, rm } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import pino from "pino";
+import { createImageService, type ImageService, type ImageServiceOptions } from "../../src/image/index.ts";
+import { runCommand, tryCommand } from "../../src/lib/command.ts";
+import { type BlockClient, superviseBlockd } from "../../src/storage/blockd/index.ts";
+import { type LayerRef, openStack } from "../../src/storage/overlaybd/index.ts";
+
+const ROOT = join(import.meta.dir, "../..");
+export const EXT4_HELPER = join(ROOT, "build/aenv-ext4");
+
+export interface ImageRig extends AsyncDisposable {
+  readonly directory: string;
+  readonly blockClient: BlockClient;
+  /** A service over a cache directory of the rig (or another); disposed with the rig. */
+  service(options?: Partial<ImageServiceOptions>): ImageService;
+  /** The layers' content as a raw sparse file; its path. */
+  exportRaw(lowers: readonly LayerRef[]): Promise<string>;
+  /** Mounts a raw file read-only; undefined where the kernel or privileges do not allow it. */
+  mount(raw: string): Promise<string | undefined>;
+}
+
+/** A block daemon of its own, image services on it, and what is needed to look into the results. */
+export async function startImageRig(): Promise<ImageRig> {
+  const directory = await mkdtemp(join(tmpdir(), "image-rig-"));
+  await using undo = new AsyncDisposableStack();
+  undo.defer(() => rm(directory, { recursive: true, force: true }));
+  const log = pino({ level: "error" }, pino.destination({ fd: 2, sync: true }));
+  await mkdir(join(directory, "run"));
+  const blockd = await superviseBlockd(
+    {
+      argv: [process.execPath, join(ROOT, "src/main.ts"), "blockd"],
+      socketPath: join(directory, "blockd.sock"),
+      runtimeDir: join(directory, "run"),
+      logPath: join(directory, "blockd.log"),
+    },
+    log,
+  );
+  undo.use(blockd);
+  undo.defer(() => blockd.client.shutdown());
+  let count = 0;
+  const held = undo.move();
+  return {
+    directory,
+    blockClient: blockd.client,
+    service(options = {}) {
+      return held.use(
+        createImageService(
+          {
+            cacheDir: join(directory, "cache"),
+            defaultImage: "ubuntu:24.04",
+            searchRegistries: [],
+            allowLocalPaths: true,
+            virtualSizeBytes: 1 << 30,
+            convertStandardOci: true,
+            dockerConfigPath: join(directory, "no-docker-config.json"),
+            retry: { baseDelayMs: 10, idleTimeoutMs: 5000 },
+            ...options,
+          },
+          { blockClient: blockd.client, ext4Helper: EXT4_HELPER, log },
+        ),
+      );
+    },
+    async exportRaw(lowers) {
+      const path = join(directory, `raw-${count++}.img`);
+      using stack = openStack({ lowers });
+      const fd = openSync(path, "wx");
+      try {
+        ftruncateSync(fd, stack.virtualSizeBytes);
+        const buffer = new Uint8Array(new ArrayBuffer(1 << 20));
+        for (const extent of stack.mappedExtents("all")) {
+          if (extent.zeroed) continue;
+          for (let done = 0; done < extent.lengthBytes; ) {
+            const piece = buffer.subarray(0, Math.min(buffer.length, extent.lengthBytes - done));
+            stack.read(extent.offsetBytes + done, piece);
+            writeSync(fd, piece, 0, piece.length, extent.offsetBytes + done);
+            done += piece.length;
+          }
+        }
+      } finally {
+        closeSync(fd);
+      }
+      return path;
+    },
+    async mount(raw) {
+      const target = `${raw}.mnt`;
+      await mkdir(target);
+      const mounted = await tryCommand(["mount", "-o", "ro,loop", raw, target]);
+      if (mounted.exitCode !== 0) {
+        console.warn(`loop mount not possible here, part of the check is left out: ${mounted.stderr.trim()}`);
+        return undefined;
+      }
+      held.defer(async () => {
+        await runCommand(["umount", target]);
+      });
+      return target;
+    },
+    [Symbol.asyncDispose]: () => held.disposeAsync(),
+  };
+}
