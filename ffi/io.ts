@@ -98,7 +98,8 @@ const LOCK_MODES = { unlock: 0, shared: 1, exclusive: 2 } as const;
 /** False when another open file holds a conflicting lock. */
 export function lockFile(fd: number, mode: keyof typeof LOCK_MODES, what: string): boolean {
   const result = shim.aenv_io_lock(fd, LOCK_MODES[mode]);
-  if (result < 0 && errnoName(-result) === "EAGAIN") return false;
+  // One number with two names.
+  if (result < 0 && ["EAGAIN", "EWOULDBLOCK"].includes(errnoName(-result))) return false;
   check(result, `${mode} lock of ${what}`);
   return true;
 }

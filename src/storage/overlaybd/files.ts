@@ -42,10 +42,12 @@ export function temporaryName(target: string): string {
 
 /**
  * Writes a whole file under a temporary name, syncs it and renames it over `target`, so that a crash leaves
- * the old or the new one. The directory is the caller's to sync.
+ * the old or the new one. The directory is the caller's to sync. For files of one owner: the temporary name
+ * is always the same, so that what a crash left goes away with the next try.
  */
 export function replaceFile(target: string, write: (fd: number, name: string) => void): void {
-  const temporary = temporaryName(target);
+  const temporary = `${target}.tmp`;
+  removeIfPresent(temporary);
   const fd = createFile(temporary);
   try {
     write(fd, temporary);

@@ -21,12 +21,18 @@ import type { ImageConfig, LayerRef, UpperRef } from "./types.ts";
  * Fresh files that replace the old ones by name wait as `<name>.fresh`.
  */
 export interface RestackRecord {
-  /** Files of the lowers before. */
-  readonly lowers: readonly string[];
+  /** `lowersDigest` of the lowers before. */
+  readonly lowers: string;
   readonly sealedPath: string;
   readonly sealedUuid: string;
   readonly fresh: UpperRef;
   readonly freshUuid: string;
+}
+
+/** Tells lists of lowers apart by their files. */
+export function lowersDigest(lowers: readonly LayerRef[]): string {
+  const files = JSON.stringify(lowers.map((lower) => lower.file));
+  return new Bun.CryptoHasher("sha256").update(files).digest("hex");
 }
 
 export function recordPath(upper: UpperRef): string {
@@ -49,8 +55,7 @@ function isRecord(value: unknown): value is RestackRecord {
   const record = value as Partial<Record<keyof RestackRecord, unknown>>;
   const fresh = record.fresh as Partial<Record<keyof UpperRef, unknown>> | undefined;
   return (
-    Array.isArray(record.lowers) &&
-    record.lowers.every((lower) => typeof lower === "string") &&
+    typeof record.lowers === "string" &&
     typeof record.sealedPath === "string" &&
     typeof record.sealedUuid === "string" &&
     typeof record.freshUuid === "string" &&
@@ -118,24 +123,28 @@ function headerUuid(file: string): string | undefined {
 
 /** Carries out what `record` says for an upper that is still configured as `upper`; undefined: old state. */
 function rollForward(upper: UpperRef, record: RestackRecord): LayerRef | undefined {
-  const linkedTwice = sameFile(upper.data, record.sealedPath);
-  if (!linkedTwice && headerUuid(upper.data) === record.sealedUuid) {
-    removeFresh(record.fresh, upper);
+  const { fresh, freshUuid, sealedPath, sealedUuid } = record;
+  // Where rename cannot refuse to replace, link and unlink stand for it and both names may be left.
+  const linkedTwice = sameFile(upper.data, sealedPath);
+  if (!linkedTwice && headerUuid(upper.data) === sealedUuid) {
+    const waiting = waitingUpper(fresh, upper);
+    const half = headerUuid(waiting.data);
+    if (half === undefined || half === freshUuid) removeFresh(fresh, upper);
     return undefined;
   }
-  if (!existsSync(record.sealedPath)) return undefined;
-  const waiting = waitingUpper(record.fresh, upper);
-  const fresh = [waiting.data, record.fresh.data].find((file) => headerUuid(file) === record.freshUuid);
-  if (fresh === undefined) return undefined;
-  const sealed = inspectLayer(record.sealedPath);
-  if (sealed.uuid !== record.sealedUuid) return undefined;
-  if (linkedTwice && waiting.data === record.fresh.data) removeIfPresent(upper.data);
-  placeFresh(record.fresh, upper);
-  return {
-    file: record.sealedPath,
-    uuid: record.sealedUuid,
-    size: statSync(record.sealedPath).size,
-  };
+  if (!existsSync(sealedPath) || inspectLayer(sealedPath).uuid !== sealedUuid) return undefined;
+  const waiting = waitingUpper(fresh, upper);
+  if (headerUuid(waiting.data) === freshUuid) {
+    if (linkedTwice && waiting.data === fresh.data) removeIfPresent(upper.data);
+    placeFresh(fresh, upper);
+  } else if (
+    headerUuid(fresh.data) !== freshUuid &&
+    // The fresh upper was sealed itself since: its own record comes next.
+    !readRecords(fresh).some((later) => later.sealedUuid === freshUuid)
+  ) {
+    return undefined;
+  }
+  return { file: sealedPath, uuid: sealedUuid, size: statSync(sealedPath).size };
 }
 
 /**
@@ -150,14 +159,12 @@ export function recoverRestack(config: ImageConfig): { config: ImageConfig; warn
     if (upper === undefined) break;
     const records = readRecords(upper);
     if (records.length === 0) break;
-    const files = current.lowers.map((lower) => lower.file);
-    const next = records.find(
-      (record) =>
-        record.lowers.length === files.length && record.lowers.every((file, i) => file === files[i]),
-    );
+    const digest = lowersDigest(current.lowers);
+    const next = records.find((record) => record.lowers === digest);
     if (next === undefined) {
       // The stored config is past some of these records: those have served.
-      const open = records.filter((record) => !files.includes(record.sealedPath));
+      const files = new Set(current.lowers.map((lower) => lower.file));
+      const open = records.filter((record) => !files.has(record.sealedPath));
       if (open.length < records.length) writeRecords(upper, open);
       break;
     }

@@ -13,6 +13,7 @@ import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
 import { createUpperFiles, Upper } from "./lsmt/upper.ts";
 import { openLayer } from "./open-layer.ts";
 import {
+  lowersDigest,
   placeFresh,
   type RestackRecord,
   readRecords,
@@ -314,7 +315,7 @@ class Stack implements LayerStack {
     }
     const records = readRecords(old);
     const record: RestackRecord = {
-      lowers: this.#lowers.map((lower) => lower.ref.file),
+      lowers: lowersDigest(this.#lowers.map((lower) => lower.ref)),
       sealedPath,
       sealedUuid: uuid,
       fresh,

@@ -124,9 +124,9 @@ export class TarSource implements ReadSource {
 function tarHeader(fields: { name: string; type: string; size: number; regular: boolean }): Uint8Array {
   const block = new Uint8Array(TAR_BLOCK);
   const put = (at: number, text: string) => block.set(Buffer.from(text, "latin1"), at);
-  // Numbers as the reference writer has them: octal, blanks on the left, one blank at the end.
-  const octal = (at: number, width: number, value: number) =>
-    put(at, `${value.toString(8).padStart(width - 1, " ")} `);
+  // Numbers as the reference writer has them: octal, blanks on the left, a blank behind; short fields end in NUL.
+  const octal = (at: number, width: 8 | 12, value: number) =>
+    put(at, `${value.toString(8).padStart(width === 8 ? 6 : 11, " ")} `);
   put(0, fields.name);
   if (fields.regular) {
     octal(100, 8, 0o100644);
@@ -139,7 +139,6 @@ function tarHeader(fields: { name: string; type: string; size: number; regular: 
   octal(124, 12, fields.size);
   put(156, fields.type);
   put(257, "ustar\0" + "00");
-  block.fill(32, 148, 156);
   octal(148, 8, checksum(block, false));
   return block;
 }

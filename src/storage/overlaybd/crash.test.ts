@@ -1,0 +1,234 @@
+import { afterAll, describe, expect, mock, test } from "bun:test";
+import { existsSync, readdirSync, unlinkSync } from "node:fs";
+import * as io from "../../../ffi/io.ts";
+import { AenvError } from "../../lib/errors.ts";
+import * as files from "./files.ts";
+import { expectEqualBytes, fillPattern, scratchDirectory } from "./test-support.ts";
+import type { ImageConfig, LayerStack, UpperMode, UpperRef } from "./types.ts";
+
+/**
+ * Every change on disk goes through ffi/io.ts and files.ts. Here the n-th change fails: alone (an I/O error)
+ * or with all that follow (the process is dead, so undoing fails, too).
+ */
+type Failure = "once" | "dead" | "off";
+let failure: Failure = "off";
+let remaining = 0;
+/** The first change that was refused. */
+let diedAt = "";
+
+class Injected extends Error {}
+
+function wrapped<Arguments extends readonly unknown[], Result>(
+  name: string,
+  original: (...args: Arguments) => Result,
+): (...args: Arguments) => Result {
+  return (...args) => {
+    if (failure !== "off" && remaining-- <= 0) {
+      if (failure === "once") failure = "off";
+      if (diedAt === "") diedAt = name;
+      throw new Injected(`injected at ${name}`);
+    }
+    return original(...args);
+  };
+}
+
+const realIo = { ...io };
+const realFiles = { ...files };
+mock.module("../../../ffi/io.ts", () => ({
+  ...realIo,
+  pwrite: wrapped("pwrite", realIo.pwrite),
+  fdatasync: wrapped("fdatasync", realIo.fdatasync),
+  fsync: wrapped("fsync", realIo.fsync),
+  truncate: wrapped("truncate", realIo.truncate),
+  punchHole: wrapped("punchHole", realIo.punchHole),
+  renameNoReplace: wrapped("renameNoReplace", realIo.renameNoReplace),
+}));
+mock.module("./files.ts", () => ({
+  ...realFiles,
+  createFile: wrapped("createFile", realFiles.createFile),
+  replaceFile: wrapped("replaceFile", realFiles.replaceFile),
+  renameFile: wrapped("renameFile", realFiles.renameFile),
+  removeIfPresent: wrapped("removeIfPresent", realFiles.removeIfPresent),
+  fsyncDirectoriesOf: wrapped("fsyncDirectoriesOf", realFiles.fsyncDirectoriesOf),
+}));
+afterAll(() => {
+  mock.module("../../../ffi/io.ts", () => realIo);
+  mock.module("./files.ts", () => realFiles);
+});
+const { createLayerWriter, openStack } = await import("./index.ts");
+
+const SIZE = 256 * 1024;
+
+function readAll(stack: LayerStack): Uint8Array {
+  const bytes = new Uint8Array(SIZE);
+  stack.read(0, bytes);
+  return bytes;
+}
+
+interface Scene {
+  stack: LayerStack;
+  config: ImageConfig;
+  model: Uint8Array;
+  fresh: UpperRef;
+  sealedPath: string;
+}
+
+function prepare(directory: string, mode: UpperMode, samePath: boolean): Scene {
+  const model = new Uint8Array(SIZE);
+  using writer = createLayerWriter(`${directory}/base`, {
+    virtualSizeBytes: SIZE,
+    uuid: crypto.randomUUID(),
+  });
+  const base = fillPattern(new Uint8Array(65536), 1);
+  writer.append(0, base);
+  model.set(base);
+  const upper = { data: `${directory}/up.data`, index: `${directory}/up.index`, mode };
+  const config: ImageConfig = { lowers: [writer.finish()], upper };
+  const stack = openStack(config);
+  for (let i = 0; i < 20; i++) {
+    const data = fillPattern(new Uint8Array(512 * (1 + (i % 5))), 10 + i);
+    const at = ((i * 7919) % 480) * 512;
+    stack.write(at, data);
+    model.set(data, at);
+  }
+  stack.discard(8192, 4096);
+  model.fill(0, 8192, 12288);
+  const fresh = samePath ? upper : { data: `${directory}/next.data`, index: `${directory}/next.index` };
+  return { stack, config, model, fresh, sealedPath: `${directory}/sealed` };
+}
+
+function writeMore(stack: LayerStack, model: Uint8Array, salt: number): void {
+  const data = fillPattern(new Uint8Array(4096), salt);
+  stack.write(4096, data);
+  model.set(data, 4096);
+}
+
+describe("a restack that fails at any step", () => {
+  for (const mode of ["logStructured", "sparse"] as const) {
+    for (const samePath of mode === "sparse" ? [true] : [true, false]) {
+      for (const kind of ["once", "dead"] as const) {
+        test(`${mode}, ${samePath ? "same" : "other"} paths, ${kind === "once" ? "I/O error" : "killed"}`, () => {
+          const outcomes = { old: 0, completed: 0, terminal: 0 };
+          let steps = 0;
+          for (; steps < 200; steps++) {
+            using scratch = scratchDirectory("crash");
+            const { stack, config, model, fresh, sealedPath } = prepare(scratch.path, mode, samePath);
+            failure = kind;
+            remaining = steps;
+            let error: unknown;
+            try {
+              stack.restack(sealedPath, fresh);
+            } catch (thrown) {
+              error = thrown;
+            }
+            const injected = remaining < 0;
+            failure = "off";
+            if (!injected) {
+              expect(error).toBeUndefined();
+              stack[Symbol.dispose]();
+              break;
+            }
+            expect(error).toBeDefined();
+            const what = `step ${steps}`;
+            const terminal = error instanceof AenvError && error.code === "restack_terminal";
+            if (kind === "once" && !terminal) {
+              // The stack goes on as if nothing had been asked for.
+              expectEqualBytes(readAll(stack), model, `${what}, still open`);
+              writeMore(stack, model, 500);
+              expectEqualBytes(readAll(stack), model, `${what}, written to`);
+              expect(existsSync(sealedPath)).toBe(false);
+            }
+            if (terminal) {
+              outcomes.terminal++;
+              expect(() => stack.read(0, new Uint8Array(512))).toThrow(AenvError);
+            }
+            stack[Symbol.dispose]();
+            {
+              using again = openStack(config);
+              expectEqualBytes(readAll(again), model, `${what}, opened again`);
+              writeMore(again, model, 501);
+              const sealed = again.image.lowers.length === 2;
+              outcomes[sealed ? "completed" : "old"]++;
+              const { image } = again;
+              again[Symbol.dispose]();
+              using third = openStack(image);
+              expectEqualBytes(readAll(third), model, `${what}, opened with the config found`);
+              // And it works now, onto the same names where the first try came to nothing.
+              third.restack(sealed ? `${sealedPath}2` : sealedPath, sealed ? config.upper! : fresh);
+              writeMore(third, model, 502);
+              expectEqualBytes(readAll(third), model, `${what}, restacked`);
+              const last = third.image;
+              third[Symbol.dispose]();
+              using fourth = openStack(last);
+              expectEqualBytes(readAll(fourth), model, `${what}, restacked and opened`);
+            }
+            const litter = readdirSync(scratch.path).filter((name) => /fresh$|dropped/.test(name));
+            expect(litter).toEqual([]);
+          }
+          // All states were met, and the last step count is the number of changes a restack makes.
+          expect(steps).toBeGreaterThan(15);
+          expect(steps).toBeLessThan(200);
+          expect(outcomes.old).toBeGreaterThan(5);
+          if (kind === "dead") expect(outcomes.completed).toBeGreaterThan(0);
+        }, 120_000);
+      }
+    }
+  }
+
+  test("an upper whose sealing was not published goes on, even without its index file", () => {
+    // Die right before the rename: the data file has its trailer but still its old name.
+    for (let steps = 0; ; steps++) {
+      using scratch = scratchDirectory("unseal");
+      const { stack, config, model, fresh, sealedPath } = prepare(scratch.path, "logStructured", true);
+      failure = "dead";
+      remaining = steps;
+      diedAt = "";
+      expect(() => stack.restack(sealedPath, fresh)).toThrow();
+      failure = "off";
+      stack[Symbol.dispose]();
+      if (diedAt !== "renameNoReplace") continue;
+      unlinkSync(config.upper!.index!);
+      using again = openStack(config);
+      expect(again.stats().warnings.length).toBeGreaterThan(0);
+      expectEqualBytes(readAll(again), model, "without an index file");
+      writeMore(again, model, 7);
+      const { image } = again;
+      again[Symbol.dispose]();
+      using third = openStack(image);
+      expect(third.stats().warnings).toEqual([]);
+      expectEqualBytes(readAll(third), model, "written to and opened");
+      break;
+    }
+  });
+});
+
+describe("a layer being written", () => {
+  test("fails as a whole at any step", () => {
+    for (let steps = 0; ; steps++) {
+      using scratch = scratchDirectory("layer");
+      const target = `${scratch.path}/layer`;
+      failure = "once";
+      remaining = steps;
+      let error: unknown;
+      try {
+        using writer = createLayerWriter(target, { virtualSizeBytes: SIZE });
+        writer.append(0, new Uint8Array(SIZE).fill(4));
+        writer.finish();
+      } catch (thrown) {
+        error = thrown;
+      }
+      const injected = remaining < 0;
+      failure = "off";
+      if (!injected) {
+        expect(steps).toBeGreaterThan(3);
+        using stack = openStack({ lowers: [{ file: target }] });
+        expect(readAll(stack)[SIZE - 1]).toBe(4);
+        break;
+      }
+      expect(error).toBeInstanceOf(Injected);
+      // Only a sync of the directory that failed behind the rename leaves the (whole) file.
+      const left = readdirSync(scratch.path);
+      expect(left.filter((name) => name !== "layer")).toEqual([]);
+    }
+  });
+});
