@@ -95,11 +95,18 @@ async function call(address: Address, options: RequestOptions): Promise<Reply> {
     let size = 0;
     for await (const chunk of response as AsyncIterable<Buffer>) {
       size += chunk.length;
-      if (size > maxBytes) throw new Error(`the answer is larger than ${maxBytes} bytes`);
+      if (size > maxBytes) {
+        throw new AenvError({
+          code: "agent_answer_too_large",
+          status: 502,
+          message: `the guest agent's answer to ${what} is larger than ${maxBytes} bytes`,
+        });
+      }
       chunks.push(chunk);
     }
     return { status: response.statusCode ?? 0, headers: response.headers, body: Buffer.concat(chunks) };
   } catch (cause) {
+    if (cause instanceof AenvError) throw cause;
     throw unreachable(
       address,
       what,

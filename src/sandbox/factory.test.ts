@@ -1,0 +1,546 @@
+import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
+import {
+  copyFileSync,
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
+import { basename, join } from "node:path";
+import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
+import { AenvError } from "../lib/errors.ts";
+import { newId } from "../lib/ids.ts";
+import { createLogger } from "../lib/log.ts";
+import type { MemoryImage, MemoryService } from "../memory/types.ts";
+import type { NetworkService, NetworkSlot } from "../network/types.ts";
+import { type SupervisedBlockd, superviseBlockd } from "../storage/blockd/index.ts";
+import type { BlockClient } from "../storage/blockd/protocol.ts";
+import { createLayerWriter, type LayerRef, openStack } from "../storage/overlaybd/index.ts";
+import type { VmExit, VmHandle, VmLaunchSpec, VmmDriver, VmRestoreSpec } from "../vmm/types.ts";
+import { createSandboxFactory } from "./index.ts";
+import { compactPrivateLayers } from "./layers.ts";
+import { processStartTicks } from "./live.ts";
+import type { BootSpec, SandboxFactory } from "./types.ts";
+
+/*
+ * The factory with the real block daemon and layer format. VM, memory and network are stand-ins that
+ * count what is held and fail on demand; the real ones together are tested in tests/e2e.
+ */
+
+const log = createLogger("test");
+log.level = "silent";
+const MIB = 1 << 20;
+const IDENTITY = {
+  vmm: "qemu",
+  vmmVersion: "10",
+  mode: "tcg",
+  cpuModel: "max",
+  kernelVersion: "6.12",
+} as const;
+
+let base: string;
+let home: string;
+let blockd: SupervisedBlockd;
+let blockClient: BlockClient;
+let agent: FakeAgent;
+let factory: SandboxFactory;
+let world: World;
+
+interface World {
+  readonly held: string[];
+  readonly launches: VmLaunchSpec[];
+  readonly vms: FakeVm[];
+  fail: Partial<
+    Record<
+      "slot" | "memory" | "launch" | "pause" | "resume" | "deviceState" | "capture" | "kill" | "restack",
+      string
+    >
+  >;
+  cutRestackAnswer: boolean;
+}
+
+class FakeVm implements VmHandle {
+  readonly reference;
+  readonly exited: Promise<VmExit>;
+  running = true;
+  readonly #exit = Promise.withResolvers<VmExit>();
+
+  constructor(spec: VmLaunchSpec, pid = process.pid) {
+    this.reference = {
+      vmId: spec.vmId,
+      pid,
+      startTimeTicks: processStartTicks(pid) ?? "0",
+      controlSocketPath: join(spec.workDir, "qmp"),
+      workDir: spec.workDir,
+      memoryFile: spec.memoryFile,
+    };
+    this.exited = this.#exit.promise;
+    world.held.push("vm");
+  }
+  async pause(): Promise<void> {
+    this.running = false;
+    failWhen("pause");
+  }
+  async resume(): Promise<void> {
+    failWhen("resume");
+    this.running = true;
+  }
+  async saveDeviceState(path: string): Promise<void> {
+    failWhen("deviceState");
+    writeFileSync(path, "device");
+  }
+  async kill(): Promise<void> {
+    failWhen("kill");
+    this.die();
+  }
+  die(): void {
+    this.#exit.resolve({ exitCode: null, signal: "SIGKILL", stderrTail: "out of luck" });
+    drop("vm");
+  }
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.kill();
+  }
+}
+
+function failWhen(what: keyof World["fail"]): void {
+  if (world.fail[what] !== undefined) throw new Error(world.fail[what]);
+}
+
+function drop(what: string): void {
+  const at = world.held.indexOf(what);
+  if (at >= 0) world.held.splice(at, 1);
+}
+
+const network: NetworkService = {
+  start: async () => undefined,
+  adopt: async () => Promise.reject(new Error("not in this test")),
+  async acquire(): Promise<NetworkSlot> {
+    failWhen("slot");
+    world.held.push("slot");
+    return {
+      index: 7,
+      netnsPath: "/run/none",
+      tapName: "tap0",
+      hostAddress: "127.0.0.1",
+      guestAddress: "169.254.0.21",
+      gatewayAddress: "169.254.0.22",
+      prefixLength: 30,
+      dnsServer: "10.0.0.1",
+      macAddress: "02:00:00:00:00:01",
+      [Symbol.asyncDispose]: async () => drop("slot"),
+    };
+  },
+  [Symbol.asyncDispose]: async () => undefined,
+};
+
+const memory: MemoryService = {
+  async materialize(image: MemoryImage) {
+    failWhen("memory");
+    for (const layer of image.layers) expect(existsSync(layer.file)).toBeTrue();
+    world.held.push("memory");
+    return { file: join(home, "flat.mem"), [Symbol.asyncDispose]: async () => drop("memory") };
+  },
+  async capture(_vm, image, layerPath) {
+    await Bun.sleep(5);
+    failWhen("capture");
+    writeFileSync(layerPath, `memory ${image.layers.length}`);
+    const newLayer: LayerRef = { file: layerPath, uuid: newId() };
+    const timing = { dirtyBytes: 1, scanMs: 1, writeMs: 1 };
+    return { image: { ...image, layers: [...image.layers, newLayer] }, newLayer, ...timing };
+  },
+};
+
+const launch = async (spec: VmLaunchSpec | VmRestoreSpec): Promise<VmHandle> => {
+  world.launches.push(spec);
+  failWhen("launch");
+  const vm = new FakeVm(spec);
+  world.vms.push(vm);
+  return vm;
+};
+const vmm: VmmDriver = {
+  identity: Promise.resolve(IDENTITY),
+  probe: async () => ({ vmm: "qemu", version: "10", binary: "", mode: "tcg", reason: "", warnings: [] }),
+  launch,
+  restore: launch,
+  adopt: async () => undefined,
+};
+
+beforeAll(async () => {
+  base = mkdtempSync("/tmp/orch-factory-");
+  blockd = await superviseBlockd(
+    {
+      argv: [process.execPath, join(import.meta.dir, "../main.ts"), "blockd"],
+      socketPath: join(base, "blockd.sock"),
+      runtimeDir: join(base, "blockd"),
+      logPath: join(base, "blockd.log"),
+    },
+    log,
+  );
+  const real = blockd.client;
+  blockClient = new Proxy(real, {
+    get(target, name) {
+      if (name === "restack") {
+        return async (...args: Parameters<BlockClient["restack"]>) => {
+          if (world.fail.restack !== undefined) {
+            throw new AenvError({ code: world.fail.restack, message: "restack failed" });
+          }
+          const layer = await real.restack(...args);
+          if (world.cutRestackAnswer)
+            throw new AenvError({ code: "blockd_timeout", message: "no answer in time" });
+          return layer;
+        };
+      }
+      const value = Reflect.get(target, name) as unknown;
+      return typeof value === "function" ? value.bind(target) : value;
+    },
+  });
+});
+afterAll(async () => {
+  await blockd.client.shutdown();
+  await blockd[Symbol.asyncDispose]();
+  rmSync(base, { recursive: true, force: true });
+});
+
+beforeEach(() => {
+  home = mkdtempSync(join(base, "h-"));
+  world = { held: [], launches: [], vms: [], fail: {}, cutRestackAnswer: false };
+  agent = startFakeAgent(home);
+  factory = open();
+});
+
+afterEach(async () => {
+  await agent[Symbol.asyncDispose]();
+  expect(world.held).toEqual([]);
+  expect(await blockClient.list()).toEqual([]);
+  for (const dir of ["sandboxes", "run/vm"]) {
+    const path = join(home, dir);
+    expect(existsSync(path) ? readdirSync(path) : []).toEqual([]);
+  }
+});
+
+function open(overrides: { initTimeoutMs?: number } = {}): SandboxFactory {
+  return createSandboxFactory({
+    vmm,
+    memory,
+    network,
+    blockClient,
+    kernelPath: "/kernel",
+    initrdPath: "/initrd",
+    rootDir: join(home, "sandboxes"),
+    runtimeDir: join(home, "run"),
+    initTimeoutMs: overrides.initTimeoutMs ?? 3000,
+    pollMs: 3,
+    log,
+    agentPort: Number(agent.address.split(":")[1]),
+  });
+}
+
+function baseLayer(): { file: string; digest: string } {
+  const file = join(home, "base.lsmt");
+  if (!existsSync(file)) {
+    const writer = createLayerWriter(file, { virtualSizeBytes: 64 * MIB });
+    writer.append(0, new Uint8Array(4096).fill(9));
+    writer.finish();
+  }
+  return { file, digest: `sha256:${"a".repeat(64)}` };
+}
+
+function spec(): BootSpec {
+  return {
+    identity: { sandboxId: newId(), templateId: "t", envVars: {} },
+    shape: { vcpuCount: 1, memoryMiB: 128 },
+    rootfs: { lowers: [baseLayer()], virtualSizeBytes: 64 * MIB },
+    extraBootArgs: ["extra=1"],
+  };
+}
+
+describe("start", () => {
+  test("boot puts everything together, tells the guest who it is, and releases it all", async () => {
+    const wanted = spec();
+    const running = await factory.boot(wanted);
+    expect(running).toMatchObject({
+      sandboxId: wanted.identity.sandboxId,
+      hostAddress: agent.address,
+      envdVersion: "0.5.15",
+      diskSizeBytes: 64 * MIB,
+    });
+    const [launched] = world.launches;
+    expect(launched?.kernelArgs.join(" ")).toBe(
+      "console=ttyS0 quiet loglevel=3 panic=-1 reboot=t mitigations=off aenv.root=/dev/vda " +
+        "aenv.ip=169.254.0.21/30,169.254.0.22 aenv.dns=10.0.0.1 aenv.hostname=sandbox extra=1",
+    );
+    const [drive] = launched!.drives;
+    expect(drive).toMatchObject({ driveId: "rootfs", readOnly: false, backend: { kind: "nbd" } });
+    expect(drive?.backend.kind === "nbd" && existsSync(drive.backend.socketPath)).toBeTrue();
+    expect(agent.inits).toHaveLength(1);
+    expect(Object.keys(running.timings).sort()).toEqual(
+      ["agent", "device", "init", "layers", "memory", "slot", "total", "vmm"].sort(),
+    );
+    const live = JSON.parse(readFileSync(join(home, "sandboxes", running.sandboxId, "live.json"), "utf8"));
+    expect(live).toMatchObject({ sandboxId: running.sandboxId, slotIndex: 7, vm: { pid: process.pid } });
+    await expect(factory.boot(wanted)).rejects.toMatchObject({ code: "sandbox_state_conflict" });
+    await Promise.all([running.stop(), running.stop()]);
+    await running[Symbol.asyncDispose]();
+    await (await factory.boot(wanted)).stop();
+  });
+
+  for (const step of ["slot", "memory", "launch"] as const) {
+    test(`a failing ${step} releases everything else and is what the caller hears of`, async () => {
+      world.fail[step] = `${step} failed`;
+      await expect(factory.boot(spec())).rejects.toThrow(`${step} failed`);
+    });
+  }
+
+  test("a missing layer is named", async () => {
+    const wanted = spec();
+    const missing = { file: join(home, "gone.lsmt"), digest: `sha256:${"b".repeat(64)}` };
+    await expect(
+      factory.boot({ ...wanted, rootfs: { ...wanted.rootfs, lowers: [missing] } }),
+    ).rejects.toThrow("gone.lsmt");
+    const { digest: _, ...local } = missing;
+    await expect(factory.boot({ ...wanted, rootfs: { ...wanted.rootfs, lowers: [local] } })).rejects.toThrow(
+      "gone.lsmt",
+    );
+  });
+
+  test("an agent that never answers, and a VM that dies instead", async () => {
+    agent.refuseHealth = 1_000_000;
+    factory = open({ initTimeoutMs: 80 });
+    await expect(factory.boot(spec())).rejects.toMatchObject({ code: "agent_not_ready" });
+    factory = open({ initTimeoutMs: 30_000 });
+    const start = performance.now();
+    const booting = factory.boot(spec());
+    await Bun.sleep(150);
+    world.vms.at(-1)?.die();
+    await expect(booting).rejects.toMatchObject({
+      code: "vm_died",
+      message: expect.stringContaining("out of luck"),
+    });
+    expect(performance.now() - start).toBeLessThan(3000);
+  });
+});
+
+describe("capture", () => {
+  test("the captured state outlives the sandbox, and two sandboxes resume from it", async () => {
+    const running = await factory.boot(spec());
+    const dir = join(home, "artifacts", "one");
+    const { state, timings } = await running.capture(dir);
+    expect(world.vms[0]?.running).toBeFalse();
+    expect(Object.keys(timings)).toContain("memory_capture");
+    await running.stop();
+    expect(JSON.parse(readFileSync(join(dir, "state.json"), "utf8"))).toEqual(state);
+    expect(state).toMatchObject({
+      vm: IDENTITY,
+      envdVersion: "0.5.15",
+      deviceStatePath: join(dir, "device.state"),
+    });
+    expect(state.rootfs.lowers).toHaveLength(2);
+    expect(state.rootfs.lowers[0]).toEqual(baseLayer());
+    for (const layer of [state.rootfs.lowers[1]!, state.memory.layers[0]!]) {
+      expect(layer.file).toStartWith(`${dir}/`);
+      expect(layer.digest).toBeUndefined();
+    }
+    const identity = () => ({ sandboxId: newId(), templateId: "t", accessToken: "x", envVars: {} });
+    const clones = await Promise.all([1, 2].map(() => factory.resume({ identity: identity(), state })));
+    expect(world.launches.slice(1)).toEqual([
+      expect.objectContaining({ deviceStatePath: state.deviceStatePath }),
+      expect.objectContaining({ deviceStatePath: state.deviceStatePath }),
+    ]);
+    // What they run on is theirs: the capture may go.
+    rmSync(dir, { recursive: true });
+    const again = await clones[0]!.capture(join(home, "artifacts", "two"));
+    expect(again.state.rootfs.lowers).toHaveLength(3);
+    expect(again.state.memory.layers).toHaveLength(2);
+    await clones[0]!.stop();
+    await clones[1]!.stop();
+    for (const layer of [...again.state.rootfs.lowers, ...again.state.memory.layers]) {
+      expect(existsSync(layer.file)).toBeTrue();
+    }
+    using stack = openStack(again.state.rootfs);
+    const block = new Uint8Array(4096);
+    stack.read(0, block);
+    expect(block.every((byte) => byte === 9)).toBeTrue();
+  });
+
+  test("another VMM, version, mode or CPU is refused by name before anything is taken", async () => {
+    const running = await factory.boot(spec());
+    const { state } = await running.capture(join(home, "one"));
+    await running.stop();
+    const identity = { sandboxId: newId(), templateId: "t", envVars: {} };
+    const foreign = { ...state, vm: { ...state.vm, mode: "kvm" as const } };
+    await expect(factory.resume({ identity, state: foreign })).rejects.toMatchObject({
+      code: "virtualization_mismatch",
+      status: 409,
+      message: expect.stringMatching(/tcg.*kvm/),
+    });
+    expect(world.launches).toHaveLength(1);
+  });
+
+  test("resumed in place it can be captured again; each capture is complete by itself", async () => {
+    const running = await factory.boot(spec());
+    const first = await running.capture(join(home, "one"));
+    await running.resumeInPlace();
+    const second = await running.capture(join(home, "two"));
+    expect(second.state.rootfs.lowers).toHaveLength(3);
+    expect(second.state.memory.layers).toHaveLength(1);
+    expect(basename(second.state.rootfs.lowers[1]!.file)).toBe(basename(first.state.rootfs.lowers[1]!.file));
+    const inode = (file: string): number => statSync(file).ino;
+    expect(inode(second.state.rootfs.lowers[1]!.file)).toBe(inode(first.state.rootfs.lowers[1]!.file));
+    await running.reinit({ sandboxId: running.sandboxId, templateId: "t", envVars: { NEW: "1" } });
+    expect(agent.inits.at(-1)).toMatchObject({ envVars: { NEW: "1" } });
+    await running.stop();
+  });
+
+  const recoverable: [string, () => void][] = [
+    ["the pause fails", () => (world.fail.pause = "qmp timeout")],
+    ["the device state cannot be written", () => (world.fail.deviceState = "ENOSPC")],
+    ["the memory cannot be written", () => (world.fail.capture = "ENOSPC")],
+    ["the disk cannot be sealed", () => (world.fail.restack = "disk_full")],
+  ];
+  for (const [what, fail] of recoverable) {
+    test(`${what}: the VM runs on, nothing is left, and the next capture works`, async () => {
+      const running = await factory.boot(spec());
+      fail();
+      const dir = join(home, "broken");
+      const error = await running.capture(dir).catch((thrown: unknown) => thrown);
+      expect(error).toBeInstanceOf(Error);
+      expect(error).not.toMatchObject({ code: "capture_terminal" });
+      expect(world.vms[0]?.running).toBeTrue();
+      expect(existsSync(dir)).toBeFalse();
+      world.fail = {};
+      const { state } = await running.capture(join(home, "whole"));
+      for (const layer of state.rootfs.lowers) expect(existsSync(layer.file)).toBeTrue();
+      using stack = openStack(state.rootfs);
+      expect(stack.virtualSizeBytes).toBe(64 * MIB);
+      await running.stop();
+    });
+  }
+
+  test("a directory that cannot be made stops nothing", async () => {
+    const running = await factory.boot(spec());
+    writeFileSync(join(home, "file"), "");
+    await expect(running.capture(join(home, "file", "x"))).rejects.toThrow();
+    expect(world.vms[0]?.running).toBeTrue();
+    await running.stop();
+  });
+
+  test("only the answer of the seal got lost: the capture goes on", async () => {
+    const running = await factory.boot(spec());
+    world.cutRestackAnswer = true;
+    const { state } = await running.capture(join(home, "one"));
+    expect(state.rootfs.lowers).toHaveLength(2);
+    await running.stop();
+  });
+
+  test("terminal: the block daemon lost the stack, or the VM does not run again", async () => {
+    const running = await factory.boot(spec());
+    world.fail.restack = "restack_terminal";
+    await expect(running.capture(join(home, "one"))).rejects.toMatchObject({ code: "capture_terminal" });
+    world.fail = { capture: "ENOSPC", resume: "no answer" };
+    await expect(running.capture(join(home, "two"))).rejects.toMatchObject({
+      code: "capture_terminal",
+      message: expect.stringContaining("no answer"),
+    });
+    world.fail = {};
+    await running.stop();
+  });
+
+  test("a VM that cannot be killed keeps everything, and the stop can be tried again", async () => {
+    const running = await factory.boot(spec());
+    world.fail.kill = "stuck in the kernel";
+    await expect(running.stop()).rejects.toThrow("stuck");
+    expect(world.held.sort()).toEqual(["memory", "slot", "vm"]);
+    world.fail = {};
+    await running.stop();
+  });
+
+  test("long chains are merged: same content, one layer, the shared ones untouched", async () => {
+    const dir = join(home, "chain");
+    mkdirSync(dir);
+    const layers = [];
+    const expected = new Uint8Array(40 * 4096);
+    for (let i = 0; i < 34; i++) {
+      const writer = createLayerWriter(join(dir, `disk-${i}.lsmt`), { virtualSizeBytes: MIB });
+      writer.append(i * 4096, new Uint8Array(8192).fill(i + 1));
+      expected.fill(i + 1, i * 4096, i * 4096 + 8192);
+      layers.push(writer.finish());
+    }
+    const chain = [baseLayer(), ...layers.map(({ digest: _, ...layer }) => layer)];
+    expect((await compactPrivateLayers(chain.slice(0, 33), dir, "disk")).layers).toEqual(chain.slice(0, 33));
+    const { layers: merged, replaced } = await compactPrivateLayers(chain, dir, "disk");
+    expect(merged).toHaveLength(2);
+    expect(merged[0]).toEqual(baseLayer());
+    expect(replaced).toHaveLength(34);
+    for (const layer of replaced) rmSync(layer.file);
+    using stack = openStack({ lowers: merged.slice(1), virtualSizeBytes: MIB });
+    const content = new Uint8Array(expected.length);
+    stack.read(0, content);
+    expect(content).toEqual(expected);
+  });
+});
+
+describe("clean-up after a server that died", () => {
+  test("VMs, known and not yet written down, devices and directories go; live ones stay", async () => {
+    const mine = await factory.boot(spec());
+    const dead = newId();
+    const unknown = newId();
+    const program = join(home, "qemu-system-fake");
+    copyFileSync(Bun.which("tail")!, program);
+    const start = (id: string): Bun.Subprocess => {
+      const dir = join(home, "sandboxes", id, "g");
+      mkdirSync(dir, { recursive: true });
+      writeFileSync(join(dir, "console.log"), "");
+      return Bun.spawn([program, "-f", join(dir, "console.log")], { stdio: ["ignore", "ignore", "ignore"] });
+    };
+    const [known, young] = [start(dead), start(unknown)];
+    // Someone who only looks at a console is left alone.
+    const reader = Bun.spawn(["tail", "-f", join(home, "sandboxes", dead, "g", "console.log")], {
+      stdout: "ignore",
+    });
+    const deviceId = `sbx-${dead}-g`;
+    const upper = {
+      data: join(home, "sandboxes", dead, "g", "u.data"),
+      index: join(home, "sandboxes", dead, "g", "u.index"),
+    };
+    const image = { lowers: [baseLayer()], upper, virtualSizeBytes: 64 * MIB };
+    await blockClient.create({ deviceId, image, readOnly: false, exportKind: "nbd" });
+    await blockClient.create({
+      ...{ deviceId: "other", image: { lowers: [baseLayer()] } },
+      readOnly: true,
+      exportKind: "nbd",
+    });
+    mkdirSync(join(home, "run/vm", `${dead}-g`), { recursive: true });
+    const vm = { vmId: dead, pid: known.pid, startTimeTicks: processStartTicks(known.pid) };
+    const live = { version: 1, sandboxId: dead, generation: "g", deviceId, vm, startedAt: "x" };
+    writeFileSync(join(home, "sandboxes", dead, "live.json"), JSON.stringify(live));
+    writeFileSync(join(home, "sandboxes", unknown, "live.json"), "{ torn");
+
+    expect(await factory.cleanUp()).toEqual({ vms: 2, devices: 1, workDirs: 3 });
+    expect(await known.exited).not.toBe(0);
+    expect(await young.exited).not.toBe(0);
+    expect(reader.exitCode).toBeNull();
+    reader.kill();
+    const left = (await blockClient.list()).map((device) => device.deviceId).sort();
+    expect(left).toEqual(["other", expect.stringContaining(mine.sandboxId)]);
+    await blockClient.release("other");
+    expect(await factory.cleanUp()).toEqual({ vms: 0, devices: 0, workDirs: 0 });
+    await mine.stop();
+  });
+
+  test("a pid that belongs to another process by now is not touched", async () => {
+    const id = newId();
+    mkdirSync(join(home, "sandboxes", id), { recursive: true });
+    const bystander = Bun.spawn(["sleep", "20"]);
+    const vm = { vmId: id, pid: bystander.pid, startTimeTicks: "1" };
+    const live = { version: 1, sandboxId: id, generation: "g", deviceId: "sbx-x", vm, startedAt: "x" };
+    writeFileSync(join(home, "sandboxes", id, "live.json"), JSON.stringify(live));
+    expect(await factory.cleanUp()).toEqual({ vms: 0, devices: 0, workDirs: 1 });
+    expect(bystander.exitCode).toBeNull();
+    bystander.kill();
+    await bystander.exited;
+  });
+});
