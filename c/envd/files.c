@@ -16,6 +16,7 @@
 
 enum {
   GZIP_MAX = 4 << 20, // larger files go out as they are: compressing costs the guest more than it saves
+  SIZELESS_MAX = 16 << 20, // content of files whose size says nothing
   COMPOSE_MAX = 1 << 20,
   META_MAX = 64,
 };
@@ -296,6 +297,21 @@ static void download(conn *c, arena *a, const char *path) {
       buf_printf(&h, "Content-Range: bytes %llu-%llu/%llu\r\n", (unsigned long long)off,
                  (unsigned long long)(off + len - 1), (unsigned long long)size);
     }
+  }
+  if (!size && n > 0 && status == 200) { // procfs and the like have content but no size
+    char *whole;
+    buf_putc(&h, 0);
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t len0 = h.oom ? -ENOMEM : read_whole(link, &whole, SIZELESS_MAX);
+    if (len0 < 0)
+      fail_path(c, a, status_of((int)len0), "cannot read", path, (int)len0);
+    else
+      http_reply(c, 200, type, whole, (size_t)len0, (char *)h.p);
+    if (len0 >= 0) free(whole);
+    close(fd);
+    buf_free(&h);
+    return;
   }
   bool text = strncmp(type, "image/", 6) && strncmp(type, "video/", 6) && strncmp(type, "audio/", 6) &&
               strcmp(type, "application/zip") && strcmp(type, "application/gzip") && strcmp(type, "application/x-gzip") &&

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -112,6 +113,7 @@ static int run_agent(int argc, char **argv) {
     return rc;
   }
   if (!cgroup) ag->cgroup = NULL;
+  prctl(PR_SET_NAME, "envd"); // started through a descriptor, the kernel would call it "init"
   umask(022);
   getrlimit(RLIMIT_NOFILE, &ag->nofile);
   struct rlimit most = {ag->nofile.rlim_max, ag->nofile.rlim_max};
