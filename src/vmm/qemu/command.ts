@@ -14,8 +14,21 @@ export interface QemuInstallation {
   readonly sandbox: boolean;
 }
 
-/** The machine has 24 virtio-mmio transports; network and entropy take one each. */
-export const MAX_DRIVES = 22;
+/**
+ * The machine has 24 virtio-mmio transports. Number 0 is of no use: its interrupt (pin 0 of the second
+ * IOAPIC) never reaches a Linux guest, and the first request to such a device hangs. Two are for network and
+ * entropy. Linux finds the devices from the highest number down and names disks in that order, so the first
+ * drive, `/dev/vda`, takes the highest.
+ */
+const TRANSPORTS = 24;
+const NETWORK_TRANSPORT = 1;
+const ENTROPY_TRANSPORT = 2;
+export const MAX_DRIVES = TRANSPORTS - 3;
+
+function transport(number: number): string {
+  return `virtio-mmio-bus.${number}`;
+}
+
 /** COMMAND_LINE_SIZE of x86 Linux, with the final NUL. */
 const MAX_KERNEL_COMMAND_LINE = 2048;
 
@@ -145,8 +158,7 @@ function driveArgs(drives: readonly VmDrive[]): string[] {
     JSON.stringify({
       driver: "virtio-blk-device",
       id: `drive${index}`,
-      // The guest names disks in the order of the transports, so places are given, not left to QEMU.
-      bus: `virtio-mmio-bus.${index}`,
+      bus: transport(TRANSPORTS - 1 - index),
       drive: `disk${index}`,
       serial: drive.driveId.slice(0, 20),
       physical_block_size: 4096,
@@ -230,14 +242,19 @@ export function qemuCommand(options: QemuCommandOptions): string[] {
     JSON.stringify({
       driver: "virtio-net-device",
       id: "nic0",
-      bus: "virtio-mmio-bus.22",
+      bus: transport(NETWORK_TRANSPORT),
       netdev: "net0",
       mac: spec.network.macAddress,
     }),
     "-object",
     JSON.stringify({ "qom-type": "rng-builtin", id: "rng0" }),
     "-device",
-    JSON.stringify({ driver: "virtio-rng-device", id: "entropy0", bus: "virtio-mmio-bus.23", rng: "rng0" }),
+    JSON.stringify({
+      driver: "virtio-rng-device",
+      id: "entropy0",
+      bus: transport(ENTROPY_TRANSPORT),
+      rng: "rng0",
+    }),
     ...(options.incoming === undefined ? [] : ["-S", "-incoming", options.incoming]),
   ];
 }

@@ -256,6 +256,7 @@ class QemuDriver implements VmmDriver {
       vmm = spawnVmm({
         argv: qemuCommand({ installation, mode, spec, controlSocketPath, tickKHz, incoming }),
         netnsPath: spec.network.netnsPath,
+        tapName: spec.network.tapName,
         env: this.#environment(),
         cwd: spec.workDir,
         stderrPath,

@@ -77,7 +77,9 @@ function signalProcess(pid: number, startTimeTicks: string, signal: "SIGTERM" | 
 
 export interface SpawnOptions {
   readonly argv: readonly string[];
-  readonly netnsPath: string | undefined;
+  readonly netnsPath: string;
+  /** Must exist in the namespace: QEMU would make one of its own, with no address and no way out. */
+  readonly tapName: string;
   readonly env: Readonly<Record<string, string>>;
   readonly cwd: string;
   readonly stderrPath: string;
@@ -89,9 +91,12 @@ export interface SpawnOptions {
  * What a VMM may use, set before it exists: files it makes are ours alone; no core dumps of guest memory;
  * no file grows over 64 MiB (a guest could fill the disk through its console; writes beyond fail, and the
  * signal for it is ignored so that the VM lives on); few descriptors; first to go when memory is short.
- * Limits that are lower already stay. `exec` all the way: the pid is QEMU's.
+ * Limits that are lower already stay. Runs inside the namespace; `exec` all the way: the pid is QEMU's.
  */
 const PRELUDE = [
+  'tap="$1"; shift; found=',
+  'while read -r name rest; do if [ "$name" = "$tap:" ]; then found=1; fi; done < /proc/self/net/dev',
+  'if [ -z "$found" ]; then echo "there is no device $tap in the network namespace" >&2; exit 1; fi',
   "umask 077",
   'trap "" XFSZ',
   "ulimit -c 0",
@@ -104,13 +109,14 @@ const PRELUDE = [
 /** Starts a VMM in a network namespace, in its own session. The process may end at any time after it. */
 export function spawnVmm(options: SpawnOptions): VmmProcess {
   const command = [
-    ...(options.netnsPath === undefined ? [] : ["nsenter", `--net=${options.netnsPath}`, "--"]),
+    ...["nsenter", `--net=${options.netnsPath}`, "--", "/bin/sh", "-c", PRELUDE, "sh"],
+    options.tapName,
     ...options.argv,
   ];
   const stderr = openSync(options.stderrPath, "a", 0o600);
   let child: Bun.Subprocess;
   try {
-    child = Bun.spawn(["/bin/sh", "-c", PRELUDE, "sh", ...command], {
+    child = Bun.spawn(command, {
       cwd: options.cwd,
       env: options.env,
       detached: true,
@@ -120,7 +126,12 @@ export function spawnVmm(options: SpawnOptions): VmmProcess {
           : ["ignore", "ignore", stderr, options.extraFd],
     });
   } catch (cause) {
-    throw new AenvError({ code: "vm_start_failed", message: "cannot start a process for QEMU", cause });
+    throw new AenvError({
+      code: "vm_start_failed",
+      message: "cannot run nsenter, which starts QEMU in its network namespace",
+      remediation: "install nsenter (package util-linux)",
+      cause,
+    });
   } finally {
     closeSync(stderr);
   }

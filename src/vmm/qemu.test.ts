@@ -1,0 +1,345 @@
+import { afterAll, describe, expect, test } from "bun:test";
+import {
+  chmodSync,
+  closeSync,
+  existsSync,
+  ftruncateSync,
+  mkdirSync,
+  mkdtempSync,
+  openSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
+import { tmpdir } from "node:os";
+import { dirname, join } from "node:path";
+import { prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
+import type { LaunchRequest } from "../../tests/vmkit/launch.ts";
+import { AenvError } from "../lib/errors.ts";
+import { createLogger } from "../lib/log.ts";
+import {
+  createQemuDriver,
+  identityMismatch,
+  type VmDrive,
+  type VmLaunchSpec,
+  type VmReference,
+} from "./index.ts";
+import { bootProbe } from "./qemu/probe.ts";
+import { processLives } from "./qemu/process.ts";
+import { tickMeter } from "./qemu/ticks.ts";
+import { parseQemuVersion } from "./qemu/version.ts";
+
+const guest = await prepareGuest("qemu");
+if (typeof guest === "string") console.log(`skipped: real VMs: ${guest}`);
+
+const log = createLogger("test");
+log.level = "silent";
+const MEMORY_MIB = 128;
+
+async function errorOf(promise: Promise<unknown>): Promise<AenvError> {
+  try {
+    await promise;
+  } catch (error) {
+    if (error instanceof AenvError) return error;
+    throw error;
+  }
+  throw new Error("there was no error");
+}
+
+describe("a QEMU that is not usable", () => {
+  const dir = mkdtempSync(join(tmpdir(), "vmm-bad-"));
+  afterAll(() => rmSync(dir, { recursive: true, force: true }));
+  const driver = (binary: string, kernelPath = "/nonexistent/vmlinux") =>
+    createQemuDriver({ binary, mode: "tcg", kernelPath, log });
+  const program = (name: string, text: string): string => {
+    const path = join(dir, name);
+    writeFileSync(path, `#!/bin/sh\n${text}\n`);
+    chmodSync(path, 0o755);
+    return path;
+  };
+
+  test("missing, not executable, something else, too old: each says what and how to cure it", async () => {
+    for (const binary of ["/nonexistent/qemu", "no-such-qemu-anywhere", `${dir}/plain`]) {
+      writeFileSync(`${dir}/plain`, "");
+      const error = await errorOf(driver(binary).probe());
+      expect(error.code).toBe("qemu_not_found");
+      expect(error.message).toContain(binary);
+      expect(error.remediation).toContain("agentenv setup");
+    }
+    expect((await errorOf(driver(program("other", "echo hello")).probe())).code).toBe("qemu_invalid");
+    const broken = program("broken", "echo libfoo.so.1 is missing >&2; exit 127");
+    expect((await errorOf(driver(broken).probe())).message).toContain("libfoo.so.1");
+    const old = program("old", "echo QEMU emulator version 5.2.0");
+    expect((await errorOf(driver(old).probe())).code).toBe("qemu_too_old");
+  });
+
+  test("an old one works with a warning, a kernel that is none is refused", async () => {
+    const seven = program("seven", "echo 'QEMU emulator version 7.2.22 (Debian 1:7.2)'");
+    const probe = await driver(seven).probe();
+    expect(probe.mode).toBe("tcg");
+    expect(probe.warnings.join()).toContain("one vCPU");
+    expect((await errorOf(driver(seven).identity)).code).toBe("kernel_not_found");
+    expect((await errorOf(driver(seven, seven).identity)).code).toBe("kernel_invalid");
+  });
+});
+
+test("a state is refused elsewhere with what differs", () => {
+  const here = {
+    vmm: "qemu",
+    vmmVersion: "10.0.2",
+    mode: "tcg",
+    cpuModel: "max",
+    kernelVersion: "6.12",
+  } as const;
+  expect(identityMismatch(here, { ...here, kernelVersion: "6.13" })).toBeUndefined();
+  expect(identityMismatch({ ...here, mode: "kvm", vmmVersion: "9.2.0" }, here)).toBe(
+    "it was made with VMM version 9.2.0 (here: 10.0.2), virtualization mode kvm (here: tcg)",
+  );
+});
+
+describe.skipIf(typeof guest === "string")("a real VM", () => {
+  if (typeof guest === "string") return;
+  afterAll(() => guest[Symbol.dispose]());
+  const settings = { ...guest.qemu, mode: "tcg" as const, kernelPath: guest.kernelPath };
+  const driver = createQemuDriver({ ...settings, log });
+  const version = parseQemuVersion(
+    Bun.spawnSync([guest.qemu.binary, "--version"], {
+      env: guest.qemu.libraryPath === undefined ? {} : { LD_LIBRARY_PATH: guest.qemu.libraryPath },
+    }).stdout.toString(),
+    guest.qemu.binary,
+  );
+  const memoryFile = join(guest.dir, "zeros");
+  const fd = openSync(memoryFile, "w");
+  ftruncateSync(fd, MEMORY_MIB << 20);
+  closeSync(fd);
+
+  let made = 0;
+  const spec = (network: TestNetwork, change: Partial<VmLaunchSpec> = {}): VmLaunchSpec => {
+    const vmId = `vm${made++}`;
+    const workDir = change.workDir ?? join(guest.dir, vmId);
+    mkdirSync(workDir, { recursive: true });
+    return {
+      vmId,
+      workDir,
+      shape: { vcpuCount: 2, memoryMiB: MEMORY_MIB },
+      kernelPath: guest.kernelPath,
+      initrdPath: guest.initrdPath,
+      kernelArgs: ["quiet"],
+      drives: [],
+      network: { netnsPath: network.netnsPath, tapName: network.tapName, macAddress: network.macAddress },
+      memoryFile,
+      consoleLogPath: join(workDir, "console.log"),
+      ...change,
+    };
+  };
+
+  const dir = guest.dir;
+  /** A disk served over NBD by another program. */
+  async function nbdDisk(name: string, image: string): Promise<VmDrive & AsyncDisposable> {
+    const socketPath = join(dir, `${name}.sock`);
+    const server = Bun.spawn(["qemu-nbd", "-f", "raw", "-k", socketPath, "-x", "disk", "-t", image], {
+      stdio: ["ignore", "ignore", "ignore"],
+    });
+    for (let i = 0; !existsSync(socketPath) && i < 500; i++) await Bun.sleep(10);
+    return {
+      driveId: "rootfs",
+      readOnly: false,
+      backend: { kind: "nbd", socketPath, exportName: "disk" },
+      [Symbol.asyncDispose]: async () => {
+        server.kill();
+        await server.exited;
+      },
+    };
+  }
+
+  test("probe and identity tell what would be used", async () => {
+    const probe = await driver.probe();
+    expect(probe).toMatchObject({ vmm: "qemu", version: version.text, mode: "tcg" });
+    expect(probe.warnings.length).toBe(version.major < 10 ? 1 : 0);
+    expect(await driver.identity).toEqual({
+      vmm: "qemu",
+      vmmVersion: version.text,
+      mode: "tcg",
+      cpuModel: version.major < 10 ? "max,-cx16" : "max",
+      kernelVersion: expect.stringMatching(/^\d+\.\d+\.\d+/),
+    });
+  });
+
+  test("the probe's guest reaches user space where guests run, and a mute one is given up", async () => {
+    const installation = { ...guest.qemu, version, sandbox: true };
+    const env: Record<string, string> =
+      guest.qemu.libraryPath === undefined ? {} : { LD_LIBRARY_PATH: guest.qemu.libraryPath };
+    const options = { installation, env, kernelPath: guest.kernelPath, tickKHz: await tickMeter()() };
+    const good = await bootProbe(options, "tcg", { silenceMs: 15_000, totalMs: 30_000 });
+    expect(good).toEqual({ usable: true, reason: "runs a stock guest kernel" });
+    const mute = await bootProbe(options, "tcg", { silenceMs: 1, totalMs: 30_000 });
+    expect(mute.usable).toBe(false);
+    expect(mute.reason).toContain("no sign of life");
+    const wrong = await bootProbe({ ...options, kernelPath: guest.initrdPath }, "tcg", {
+      silenceMs: 9000,
+      totalMs: 9000,
+    });
+    expect(wrong.usable).toBe(false);
+    expect(wrong.reason).toContain("QEMU: ");
+    expect(readdirSync(tmpdir()).filter((name) => name.startsWith("aenv-probe-"))).toEqual([]);
+  }, 60_000);
+
+  test("KVM is used only where a guest runs on it, and the verdict is kept", async () => {
+    const probeCacheDir = join(guest.dir, "probe");
+    const auto = createQemuDriver({ ...settings, mode: "auto", probeCacheDir, log });
+    const probe = await auto.probe();
+    expect(probe.reason).toContain("/dev/kvm");
+    console.log(`probe: ${probe.mode}: ${probe.reason}`);
+    const forced = createQemuDriver({ ...settings, mode: "kvm", probeCacheDir, log });
+    const started = performance.now();
+    if (probe.mode === "kvm") {
+      expect((await forced.identity).mode).toBe("kvm");
+    } else {
+      const error = await errorOf(forced.probe());
+      expect(error.code).toBe("kvm_unusable");
+      expect(error.remediation).toContain("auto");
+    }
+    expect(performance.now() - started).toBeLessThan(2000);
+  }, 60_000);
+
+  test("outlives the server that started it; adopted, paused, saved, restored with disk and network; a reset ends it", async () => {
+    await using scope = new AsyncDisposableStack();
+    const network = scope.use(await testNetwork());
+    const clonesNetwork = scope.use(await testNetwork());
+    const image = join(guest.dir, "disk.img");
+    writeFileSync(image, Buffer.alloc(1 << 20));
+    const disk = scope.use(await nbdDisk("source", image));
+    const vmSpec = spec(network, { drives: [disk] });
+    const request: LaunchRequest = { driver: settings, spec: vmSpec };
+    const server = Bun.spawn([process.execPath, join(import.meta.dir, "../../tests/vmkit/launch.ts")], {
+      stdin: Buffer.from(JSON.stringify(request)),
+      stdout: "pipe",
+      stderr: "inherit",
+    });
+    let printed = "";
+    for await (const chunk of server.stdout) {
+      printed += Buffer.from(chunk).toString();
+      if (printed.includes("\n")) break;
+    }
+    const reference = JSON.parse(printed) as VmReference;
+    scope.defer(() => {
+      if (processLives(reference.pid, reference.startTimeTicks)) process.kill(reference.pid, "SIGKILL");
+    });
+    server.kill("SIGKILL");
+    await server.exited;
+    expect(reference).toMatchObject({ vmId: vmSpec.vmId, workDir: vmSpec.workDir, memoryFile });
+    expect(readFileSync(`/proc/${reference.pid}/oom_score_adj`, "utf8").trim()).toBe("1000");
+    expect(readFileSync(`/proc/${reference.pid}/limits`, "utf8")).toMatch(/Max core file size +0 /);
+    expect(statSync(reference.controlSocketPath).mode & 0o077).toBe(0);
+    expect(statSync(`/proc/${reference.pid}/ns/net`).ino).toBe(statSync(network.netnsPath).ino);
+
+    const adopted = await driver.adopt(reference);
+    if (adopted === undefined) throw new Error("the VM did not outlive its server");
+    scope.use(adopted);
+    const first = await network.ask();
+    expect(first).toMatchObject({ sum: "ok", disk: "ok", cpus: version.major < 10 ? 1 : 2 });
+
+    const state = join(guest.dir, "state");
+    expect((await errorOf(adopted.saveDeviceState(state))).code).toBe("vm_not_paused");
+    await adopted.pause();
+    await adopted.pause(); // again is no error
+    await adopted.saveDeviceState(state);
+    expect(statSync(state).size).toBeGreaterThan(1000);
+    expect((await errorOf(adopted.saveDeviceState("/nonexistent/dir/state"))).code).toBe(
+      "device_state_not_saved",
+    );
+    await Bun.sleep(200);
+    await adopted.resume();
+    await Bun.sleep(100);
+    expect((await network.ask()).count).toBeGreaterThan(first.count);
+
+    // Another device state than the machine's is refused with QEMU's words, and nothing stays behind.
+    writeFileSync(join(guest.dir, "nonsense"), "this is no device state");
+    const clonesDisk = scope.use(await nbdDisk("clone", image));
+    const bad = spec(clonesNetwork, { drives: [clonesDisk] });
+    const refused = await errorOf(driver.restore({ ...bad, deviceStatePath: join(guest.dir, "nonsense") }));
+    expect(refused.code).toBe("vm_restore_failed");
+    expect(refused.message).toContain("QEMU says");
+    expect(existsSync(join(bad.workDir, "qmp.sock"))).toBe(false);
+
+    await network.ask("c");
+    expect(readFileSync(vmSpec.consoleLogPath, "utf8")).toContain("GUEST flood 1999");
+
+    // With -no-reboot a reset of the guest is the end of the VM, also seen on a process not our child.
+    network.ask("r", 0).catch(() => undefined);
+    const exit = await adopted.exited;
+    expect(exit).toEqual({ exitCode: null, signal: null, stderrTail: expect.any(String) });
+    expect((await errorOf(adopted.pause())).code).toBe("vm_gone");
+    expect(await driver.adopt(reference)).toBeUndefined();
+    expect(existsSync(reference.controlSocketPath)).toBe(false);
+    await adopted.kill();
+  }, 60_000);
+
+  test("killed from outside: exited resolves with the signal, the socket is removed", async () => {
+    await using network = await testNetwork();
+    await using handle = await driver.launch(spec(network));
+    process.kill(handle.reference.pid, "SIGKILL");
+    expect(await handle.exited).toMatchObject({ exitCode: null, signal: "SIGKILL" });
+    expect(existsSync(handle.reference.controlSocketPath)).toBe(false);
+    await Promise.all([handle.kill(), handle.kill(0)]);
+    expect(await driver.adopt(handle.reference)).toBeUndefined();
+  });
+
+  test("a work directory with a long path: the control socket lies elsewhere and goes, too", async () => {
+    await using network = await testNetwork();
+    const workDir = join(guest.dir, "x".repeat(120));
+    const handle = await driver.launch(spec(network, { workDir }));
+    const socketDir = dirname(handle.reference.controlSocketPath);
+    expect(socketDir).not.toBe(workDir);
+    expect(statSync(socketDir).mode & 0o077).toBe(0);
+    await handle.pause();
+    const quick = performance.now();
+    await handle.kill();
+    expect(performance.now() - quick).toBeLessThan(1900); // SIGTERM was enough
+    expect((await handle.exited).exitCode).toBe(0);
+    expect(existsSync(socketDir)).toBe(false);
+  });
+
+  test("what cannot start says why and leaves no process", async () => {
+    await using network = await testNetwork();
+    const cases: readonly [Partial<VmLaunchSpec>, string][] = [
+      [
+        { network: { netnsPath: "/run/netns/none", tapName: "tap0", macAddress: "02:00:00:00:00:01" } },
+        "/run/netns/none",
+      ],
+      [{ network: { ...spec(network).network, tapName: "tap7" } }, "no device tap7"],
+      [{ memoryFile: guest.initrdPath }, "has"],
+      [{ memoryFile: "/nonexistent/memory" }, "memory file"],
+      [{ kernelPath: guest.initrdPath }, "QEMU says"],
+      [{ shape: { vcpuCount: 0, memoryMiB: 128 } }, "vCPUs"],
+      [{ kernelArgs: ["x".repeat(3000)] }, "command line"],
+      [
+        {
+          drives: [
+            {
+              driveId: "rootfs",
+              readOnly: true,
+              backend: { kind: "nbd", socketPath: "/nonexistent/nbd.sock", exportName: "x" },
+            },
+          ],
+        },
+        "/nonexistent/nbd.sock",
+      ],
+    ];
+    for (const [change, words] of cases) {
+      const bad = spec(network, change);
+      const error = await errorOf(driver.launch(bad));
+      expect(error.message).toContain(words);
+      const left = readdirSync("/proc").filter(
+        (pid) =>
+          /^\d+$/.test(pid) &&
+          existsSync(`/proc/${pid}/cmdline`) &&
+          readFileSync(`/proc/${pid}/cmdline`, "utf8").includes(bad.workDir),
+      );
+      expect(left).toEqual([]);
+      expect(existsSync(join(bad.workDir, "qmp.sock"))).toBe(false);
+    }
+  }, 30_000);
+});
