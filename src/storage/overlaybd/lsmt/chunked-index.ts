@@ -2,15 +2,50 @@ import { type FlatIndex, FlatIndexBuilder, ZEROED_TAG } from "./flat-index.ts";
 import { MAX_MAPPING_SECTORS, MAX_MAPPINGS } from "./format.ts";
 
 const LEAF_ENTRIES = 256;
+/** Leaves per allocation (72 KiB). */
+const SLAB_LEAVES = 16;
 /** In `lengths`: bit 15 marks explicit zeros, the rest is the length. */
 const ZEROED = 0x8000;
 const LENGTH_MASK = 0x3fff;
 
-class Leaf {
-  count = 0;
-  readonly offsets = new Float64Array(LEAF_ENTRIES);
-  readonly moffsets = new Float64Array(LEAF_ENTRIES);
-  readonly lengths = new Uint16Array(LEAF_ENTRIES);
+interface Leaf {
+  count: number;
+  readonly offsets: Float64Array;
+  readonly moffsets: Float64Array;
+  readonly lengths: Uint16Array;
+}
+
+/** Leaves are cut from big buffers and used again: small typed arrays of their own would cost twice the memory. */
+class LeafPool {
+  readonly #free: Leaf[] = [];
+
+  take(): Leaf {
+    if (this.#free.length === 0) this.#grow();
+    const leaf = this.#free.pop()!;
+    leaf.count = 0;
+    return leaf;
+  }
+
+  give(leaf: Leaf): void {
+    this.#free.push(leaf);
+  }
+
+  #grow(): void {
+    const total = SLAB_LEAVES * LEAF_ENTRIES;
+    const offsets = new Float64Array(total);
+    const moffsets = new Float64Array(total);
+    const lengths = new Uint16Array(total);
+    for (let i = SLAB_LEAVES - 1; i >= 0; i--) {
+      const from = i * LEAF_ENTRIES;
+      const to = from + LEAF_ENTRIES;
+      this.#free.push({
+        count: 0,
+        offsets: offsets.subarray(from, to),
+        moffsets: moffsets.subarray(from, to),
+        lengths: lengths.subarray(from, to),
+      });
+    }
+  }
 }
 
 /**
@@ -22,6 +57,7 @@ export class ChunkedIndex {
   count = 0;
   /** Sum of the lengths of data mappings, in sectors. */
   dataSectors = 0;
+  readonly #pool = new LeafPool();
   #leaves: Leaf[] = [];
   #firsts: number[] = [];
 
@@ -157,6 +193,7 @@ export class ChunkedIndex {
         break;
       }
       if (current.count === 0) {
+        this.#pool.give(current);
         this.#leaves.splice(scanLeaf, 1);
         this.#firsts.splice(scanLeaf, 1);
       } else {
@@ -208,6 +245,7 @@ export class ChunkedIndex {
     leaf.moffsets.set(right.moffsets.subarray(0, right.count), leaf.count);
     leaf.lengths.set(right.lengths.subarray(0, right.count), leaf.count);
     leaf.count += right.count;
+    this.#pool.give(right);
     this.#leaves.splice(leafNumber + 1, 1);
     this.#firsts.splice(leafNumber + 1, 1);
   }
@@ -241,13 +279,13 @@ export class ChunkedIndex {
     let number = leafNumber;
     let entry = at;
     if (leaf === undefined) {
-      leaf = new Leaf();
+      leaf = this.#pool.take();
       this.#leaves.push(leaf);
       this.#firsts.push(offset);
       number = this.#leaves.length - 1;
       entry = 0;
     } else if (leaf.count === LEAF_ENTRIES) {
-      const right = new Leaf();
+      const right = this.#pool.take();
       // Appending at the very end leaves the full leaf full, so that sequential writes waste nothing.
       const keep =
         entry === LEAF_ENTRIES && number === this.#leaves.length - 1 ? LEAF_ENTRIES : LEAF_ENTRIES / 2;
