@@ -394,6 +394,21 @@ class Agent implements AgentClient {
     return reply.body;
   }
 
+  async writeFile(path: string, content: Uint8Array | string): Promise<void> {
+    const query = new URLSearchParams({ path, username: "root" });
+    const reply = await call(this.#address, {
+      method: "POST",
+      path: `/files?${query}`,
+      headers: { ...this.#headers(), "Content-Type": "application/octet-stream" },
+      body: content,
+      timeoutMs: 30_000,
+    });
+    if (reply.status !== 200) {
+      const said = reply.body.toString("utf8").slice(0, 300);
+      throw connectError(undefined, `HTTP ${reply.status} ${said}`, `writing ${path}`);
+    }
+  }
+
   async makeDir(path: string, user?: string): Promise<void> {
     const reply = await this.#unary("filesystem.Filesystem/MakeDir", { path }, user);
     if (reply.error !== undefined && reply.error.code !== "already_exists") {

@@ -149,7 +149,7 @@ const memory: MemoryService = {
     failWhen("capture");
     writeFileSync(layerPath, `memory ${image.layers.length}`);
     const newLayer: LayerRef = { file: layerPath, uuid: newId() };
-    const timing = { dirtyBytes: 1, scanMs: 1, writeMs: 1 };
+    const timing = { dirtyBytes: 1, storedBytes: 1, zeroedBytes: 0, scanMs: 1, writeMs: 1 };
     return { image: { ...image, layers: [...image.layers, newLayer] }, newLayer, ...timing };
   },
 };

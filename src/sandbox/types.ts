@@ -106,6 +106,8 @@ export interface AgentClient {
   }): Promise<CommandOutcome>;
   /** Whole file, read as root; undefined when there is none. Refuses more than `maxBytes` (default 4 MiB). */
   readFile(path: string, maxBytes?: number): Promise<Uint8Array | undefined>;
+  /** Writes a whole file as root; an existing one keeps its mode. */
+  writeFile(path: string, content: Uint8Array | string): Promise<void>;
   /** Like `mkdir -p`; new directories belong to `user` (default: the guest's default user). */
   makeDir(path: string, user?: string): Promise<void>;
   /** Whether anything is at the path (symlinks not followed). */

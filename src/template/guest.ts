@@ -66,46 +66,62 @@ export class BuildGuest {
   }
 
   /**
-   * Creates a named account and its group when the image lacks them. Numeric ids need none. An image
-   * without the tools for it keeps its accounts as they are; the log says so.
+   * Creates a named account and its group when the image lacks them, with the image's own tools, else by
+   * adding lines to its account files. Numeric ids need no account.
    */
   async ensureUser(spec: string): Promise<void> {
     if (this.#ensured.has(spec)) return;
     this.#ensured.add(spec);
     const [user, group] = spec.split(":") as [string, string?];
-    if (group !== undefined && !/^\d+$/.test(group) && !(await this.#listed("/etc/group", group))) {
-      await this.#create(`group ${group}`, [
+    if (
+      group !== undefined &&
+      group !== "" &&
+      !/^\d+$/.test(group) &&
+      !(await this.#listed("/etc/group", group))
+    ) {
+      const said = await this.#tryTools([
         ["groupadd", group],
         ["addgroup", group],
       ]);
+      if (said !== undefined) await this.#addGroup(group);
+      this.#log.add("info", `created group ${group}`);
     }
     if (user === "" || user === "root" || /^\d+$/.test(user) || (await this.#listed("/etc/passwd", user)))
       return;
-    const shell = (await this.agent.exists("/bin/bash")) ? ["-s", "/bin/bash"] : [];
-    await this.#create(`user ${user}`, [
-      ["useradd", "-m", ...shell, user],
+    if (!ACCOUNT_NAME.test(user)) {
+      this.#log.add("warn", `${JSON.stringify(user)} is not a name an account can have: it is not created`);
+      return;
+    }
+    const bash = await this.agent.exists("/bin/bash");
+    const said = await this.#tryTools([
+      ["useradd", "-m", ...(bash ? ["-s", "/bin/bash"] : []), user],
       ["adduser", "-D", user],
     ]);
+    if (said !== undefined) {
+      this.#log.add("debug", `no tool of the image created user ${user} (${said})`);
+      await this.#addUser(user, bash ? "/bin/bash" : "/bin/sh");
+    }
+    this.#log.add("info", `created user ${user}`);
   }
 
   async #listed(file: string, name: string): Promise<boolean> {
-    const bytes = await this.agent.readFile(file);
-    if (bytes === undefined) return false;
-    return new TextDecoder()
-      .decode(bytes)
-      .split("\n")
-      .some((line) => line.startsWith(`${name}:`));
+    return (await this.#accounts(file)).some((fields) => fields[0] === name);
   }
 
-  async #create(what: string, attempts: readonly (readonly [string, ...string[]])[]): Promise<void> {
+  async #accounts(file: string): Promise<string[][]> {
+    const bytes = await this.agent.readFile(file);
+    if (bytes === undefined) return [];
+    const lines = new TextDecoder().decode(bytes).split("\n");
+    return lines.filter((line) => line !== "").map((line) => line.split(":"));
+  }
+
+  /** Undefined when one of them did it, else what they said. */
+  async #tryTools(attempts: readonly (readonly [string, ...string[]])[]): Promise<string | undefined> {
     const said: string[] = [];
     for (const [cmd, ...args] of attempts) {
       try {
         const outcome = await this.agent.run({ cmd, args, user: "root", timeoutMs: USER_COMMAND_TIMEOUT_MS });
-        if (outcome.exitCode === 0) {
-          this.#log.add("info", `created ${what}`);
-          return;
-        }
+        if (outcome.exitCode === 0) return undefined;
         said.push(`${cmd}: exit code ${outcome.exitCode} ${outcome.stderr.trim()}`.trim());
       } catch (error) {
         // The tool is not in the image: try the next one.
@@ -113,8 +129,45 @@ export class BuildGuest {
         said.push(`${cmd}: ${error.message}`);
       }
     }
-    this.#log.add("warn", `${what} does not exist and could not be created (${said.join("; ")})`);
+    return said.join("; ");
   }
+
+  async #append(file: string, line: string): Promise<void> {
+    const before = (await this.agent.readFile(file)) ?? new Uint8Array();
+    const text = new TextDecoder().decode(before);
+    const separator = text === "" || text.endsWith("\n") ? "" : "\n";
+    await this.agent.writeFile(file, `${text}${separator}${line}\n`);
+  }
+
+  async #addGroup(name: string): Promise<number> {
+    const id = freeId(await this.#accounts("/etc/group"));
+    await this.#append("/etc/group", `${name}:x:${id}:`);
+    return id;
+  }
+
+  async #addUser(name: string, shell: string): Promise<void> {
+    const groups = await this.#accounts("/etc/group");
+    const own = groups.find((fields) => fields[0] === name)?.[2];
+    const users = await this.#accounts("/etc/passwd");
+    if (users.length === 0) await this.#append("/etc/passwd", "root:x:0:0:root:/root:/bin/sh");
+    const id = freeId([...users, ...groups]);
+    const group = own ?? String(id);
+    if (own === undefined) await this.#append("/etc/group", `${name}:x:${group}:`);
+    await this.#append("/etc/passwd", `${name}:x:${id}:${group}::/home/${name}:${shell}`);
+    await this.agent.makeDir("/home", "root");
+    await this.agent.makeDir(`/home/${name}`, name);
+  }
+}
+
+const ACCOUNT_NAME = /^[A-Za-z_][A-Za-z0-9_.-]{0,31}$/;
+const FIRST_USER_ID = 1000;
+const LAST_USER_ID = 60_000;
+
+/** Lowest id of the range for people that no entry has. */
+function freeId(entries: readonly (readonly string[])[]): number {
+  const taken = new Set(entries.map((fields) => Number(fields[2])));
+  for (let id = FIRST_USER_ID; id <= LAST_USER_ID; id++) if (!taken.has(id)) return id;
+  throw new AenvError({ code: "no_free_user_id", status: 400, message: "the image has no free user id" });
 }
 
 /** The account part of an image's `user[:group]`. */

@@ -1,5 +1,13 @@
 import { afterAll, afterEach, beforeAll, beforeEach, expect, test } from "bun:test";
-import { existsSync, mkdirSync, mkdtempSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  writeFileSync,
+} from "node:fs";
 import { join } from "node:path";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
@@ -253,7 +261,8 @@ test("start and ready commands: ready is polled, an early failure or no readines
   expect(ends.build.status).toBe("ready");
 });
 
-test("a named user that the image lacks is created, with a warning where that is not possible", async () => {
+test("a named user that the image lacks is created: by its tools, else by adding to its account files", async () => {
+  writeFileSync(join(guestRoot, "etc/group"), "root:x:0:\nstaff:x:1001:");
   const state = await build("users", { steps: [{ type: "USER", args: ["someone"] }] });
   expect(state.build.status).toBe("ready");
   const tried = agent.commands.filter((command) => command.args.includes("someone"));
@@ -261,9 +270,18 @@ test("a named user that the image lacks is created, with a warning where that is
     ["useradd", "-m -s /bin/bash someone", "root"],
     ["adduser", "-D someone", "root"],
   ]);
-  expect(messages(state)).toContainEqual(
-    expect.stringContaining("user someone does not exist and could not be created"),
+  expect(messages(state)).toContain("created user someone");
+  const read = (name: string): string => readFileSync(join(guestRoot, name), "utf8");
+  expect(read("etc/passwd")).toEndWith(
+    "app:x:1000:1000::/home/app:/bin/sh\nsomeone:x:1002:1002::/home/someone:/bin/bash\n",
   );
+  expect(read("etc/group")).toBe("root:x:0:\nstaff:x:1001:\nsomeone:x:1002:\n");
+  expect(existsSync(join(guestRoot, "home/someone"))).toBeTrue();
+  rmSync(join(guestRoot, "etc"), { recursive: true });
+  mkdirSync(join(guestRoot, "etc"));
+  expect((await build("bare", { steps: [{ type: "USER", args: ["me:us"] }] })).build.status).toBe("ready");
+  expect(read("etc/passwd")).toBe("root:x:0:0:root:/root:/bin/sh\nme:x:1001:1001::/home/me:/bin/bash\n");
+  expect(read("etc/group")).toBe("us:x:1000:\nme:x:1001:\n");
 });
 
 test("bounded: a step that hangs, a VM that dies, a registry that stalls", async () => {

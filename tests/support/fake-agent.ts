@@ -1,5 +1,5 @@
 import { spawn } from "node:child_process";
-import { existsSync, mkdirSync, readFileSync } from "node:fs";
+import { existsSync, mkdirSync, readFileSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 
 /**
@@ -131,6 +131,10 @@ export function startFakeAgent(root: string): FakeAgent {
           return new Response(null, { status: 204, headers: { "x-envd-version": "0.5.15" } });
         case "/files": {
           const path = join(root, url.searchParams.get("path") ?? "");
+          if (request.method === "POST") {
+            writeFileSync(path, new Uint8Array(await request.arrayBuffer()));
+            return Response.json([]);
+          }
           return existsSync(path)
             ? new Response(readFileSync(path))
             : connectError(404, "not_found", "no such file");
