@@ -19,6 +19,7 @@ const depsSchema = z.strictObject({
   }),
   qemu: z.strictObject({
     minimum_version: z.string(),
+    preferred_major: z.string(),
     oldest_version: z.string(),
     packages: z.array(z.string()).nonempty(),
     without: z.array(z.string()),

@@ -9,7 +9,7 @@ import type { AptPackage, PrivateApt } from "./apt/apt.ts";
 import { compareDebianVersions, upstreamVersion } from "./debian-version.ts";
 import { describeFile, publishTree, stagingDir } from "./files.ts";
 import { checkPin } from "./kernel.ts";
-import { dependencyPins, type InstalledQemu, type PinnedPackage } from "./manifest.ts";
+import { type DependencyPins, dependencyPins, type InstalledQemu } from "./manifest.ts";
 
 export const QEMU_PROGRAM = "qemu-system-x86_64";
 
@@ -86,22 +86,23 @@ export function recordInstalled(check: QemuCheck): InstalledQemu {
 }
 
 /**
- * QEMU's packages with the newest version of at least the wanted one, or undefined when the archive has
- * none. Pinned versions come first, and must have the pinned checksum.
+ * QEMU's packages in a version of at least the wanted one, or undefined when the archive has none. Pinned
+ * versions come first (and must have the pinned checksum), then the preferred major version, then the newest.
  */
 export function chooseQemu(
   offered: readonly AptPackage[],
   names: readonly string[],
-  minimum: string,
-  pins: readonly PinnedPackage[],
+  rule: Pick<DependencyPins["qemu"], "minimum_version" | "preferred_major" | "pinned">,
 ): AptPackage[] | undefined {
+  const { minimum_version, preferred_major, pinned: pins } = rule;
   const [main] = names;
   const mains = offered.filter(
-    (p) => p.name === main && compareDebianVersions(upstreamVersion(p.version), minimum) >= 0,
+    (p) => p.name === main && compareDebianVersions(upstreamVersion(p.version), minimum_version) >= 0,
   );
   mains.sort((a, b) => compareDebianVersions(b.version, a.version));
   const isPinned = (p: AptPackage) => pins.some((pin) => pin.package === p.name && pin.version === p.version);
-  const chosen = mains.find(isPinned) ?? mains[0];
+  const isPreferred = (p: AptPackage) => upstreamVersion(p.version).split(".")[0] === preferred_major;
+  const chosen = mains.find(isPinned) ?? mains.find(isPreferred) ?? mains[0];
   if (chosen === undefined) return undefined;
   const roots: AptPackage[] = [];
   for (const name of names) {
@@ -123,9 +124,9 @@ export async function provisionQemu(
   depsDir: string,
   progress: ProgressSink,
 ): Promise<InstalledQemu | undefined> {
-  const { packages, without, minimum_version, pinned } = dependencyPins.qemu;
+  const { packages, without } = dependencyPins.qemu;
   await apt.update();
-  const roots = chooseQemu(await apt.versions(packages), packages, minimum_version, pinned);
+  const roots = chooseQemu(await apt.versions(packages), packages, dependencyPins.qemu);
   if (roots === undefined) return undefined;
   const closure = await apt.missingClosure(roots, new Set(without));
   // The C library cannot be mixed with the host's loader; a host that lacks the version needs an upgrade.

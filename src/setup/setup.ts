@@ -1,7 +1,7 @@
-import { mkdir, rm } from "node:fs/promises";
+import { mkdir, rm, statfs } from "node:fs/promises";
 import { join } from "node:path";
 import { parseArgs } from "node:util";
-import { AenvError } from "../lib/errors.ts";
+import { AenvError, errorChain } from "../lib/errors.ts";
 import { FileLock, lockHolder } from "../lib/file-lock.ts";
 import { createLogger } from "../lib/log.ts";
 import type { ProgressSink } from "../lib/progress.ts";
@@ -36,6 +36,29 @@ export interface SetupOptions {
  * unchanged stays; what was interrupted goes on; two at once wait for each other.
  */
 export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
+  try {
+    return await provisionAll(options);
+  } catch (error) {
+    if (!errorChain(error).some((message) => /No space left on device|ENOSPC/.test(message))) throw error;
+    throw diskFull(options.depsDir, error);
+  }
+}
+
+/** Indexes, packages and their unpacked content at their peak; what stays is a third of it. */
+const NEEDED_BYTES = 400 * 1024 * 1024;
+
+function diskFull(depsDir: string, cause?: unknown): AenvError {
+  return new AenvError({
+    code: "disk_full",
+    status: 507,
+    message: `the disk is too full for the dependencies in ${depsDir}: setup works with up to ${NEEDED_BYTES / 1024 / 1024} MiB`,
+    remediation:
+      "free space there, or choose another directory with --deps (deps_path), then run agentenv setup again",
+    cause,
+  });
+}
+
+async function provisionAll(options: SetupOptions): Promise<RuntimeDeps> {
   const { depsDir, progress } = options;
   await makeDepsDir(depsDir);
   using _lock = await lockDeps(depsDir, options.lockWaitMs ?? 30 * 60_000, options.warn);
@@ -49,8 +72,14 @@ export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
     manifest = { schema: 1 };
   }
   let apt: PrivateApt | undefined;
-  const openApt = async () =>
-    (apt ??= await PrivateApt.open({ dir: join(depsDir, "apt"), progress, host: options.aptHost }));
+  const openApt = async () => {
+    if (apt === undefined) {
+      const { bavail, bsize } = await statfs(depsDir);
+      if (bavail * bsize < NEEDED_BYTES) throw diskFull(depsDir);
+      apt = await PrivateApt.open({ dir: join(depsDir, "apt"), progress, host: options.aptHost });
+    }
+    return apt;
+  };
 
   if (options.kernelImagePath !== undefined) await configuredKernel(depsDir, options.kernelImagePath);
   else {
@@ -83,7 +112,7 @@ export async function provision(options: SetupOptions): Promise<RuntimeDeps> {
     log,
     progress,
   });
-  if (apt !== undefined) await apt.discardDownloads();
+  if (apt !== undefined) await apt.discard();
   await removeLeftStaging(depsDir);
   return runtime;
 }

@@ -1,5 +1,5 @@
 import { readdirSync, statSync } from "node:fs";
-import { mkdir, readdir, rm, writeFile } from "node:fs/promises";
+import { mkdir, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { type CommandResult, runCommand, tryCommand } from "../../lib/command.ts";
 import { errorCode } from "../../lib/durable.ts";
@@ -338,10 +338,9 @@ export class PrivateApt {
     return undefined;
   }
 
-  /** Removes downloaded package files and partial ones: everything from them is installed. */
-  async discardDownloads(): Promise<void> {
-    const dir = join(this.#dir, "packages");
-    for (const name of await readdir(dir)) await rm(join(dir, name), { recursive: true, force: true });
+  /** Removes indexes, caches and downloaded packages: everything wanted from them is installed. */
+  async discard(): Promise<void> {
+    await rm(this.#dir, { recursive: true, force: true });
   }
 }
 
