@@ -5,9 +5,9 @@ import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { ProgressSink } from "../lib/progress.ts";
 import type { BlockClient } from "../storage/blockd/protocol.ts";
-import { commitUpper } from "../storage/overlaybd/index.ts";
 import { throttled } from "./blobs.ts";
 import type { CachedLayer, ImageCache } from "./cache.ts";
+import { commitInSlices } from "./commit.ts";
 import { openLayerTar } from "./decompress.ts";
 import { applyTar } from "./ext4-helper.ts";
 import { digestMismatch, diskFault } from "./faults.ts";
@@ -146,11 +146,18 @@ export async function convertLayer(
   }
 
   signal.throwIfAborted();
-  const target = join(stage.path, "overlaybd.commit");
   const parentUuid = parents.at(-1)?.uuid;
   const uuid = uuidFromText(layerDigest);
   try {
-    commitUpper(upper, target, { uuid, ...(parentUuid === undefined ? {} : { parentUuid }) });
+    const committed = await commitInSlices({
+      upper,
+      directory: join(stage.path, "commit"),
+      virtualSizeBytes: conversion.virtualSizeBytes,
+      uuid,
+      ...(parentUuid === undefined ? {} : { parentUuid }),
+      signal,
+    });
+    const target = committed.file;
     const digest = await fileDigest(target, signal);
     const { size } = await stat(target);
     const layer = await deps.cache.publishCommit(target, digest, size);

@@ -1,5 +1,4 @@
 import { spawn } from "node:child_process";
-import { once } from "node:events";
 import { AenvError, assert } from "../lib/errors.ts";
 import { OpStreamWriter } from "./opstream.ts";
 import { TarParser } from "./tar.ts";
@@ -107,7 +106,10 @@ export async function applyTar(options: ApplyOptions): Promise<ApplyReport> {
   const send = async (pieces: readonly Uint8Array[]): Promise<void> => {
     for (const piece of pieces) {
       if (gone) return;
-      if (!stdin.write(piece)) await Promise.race([once(stdin, "drain"), exited]);
+      if (stdin.write(piece)) continue;
+      // The helper takes more, or it has given up.
+      const drained = new Promise<void>((resolve) => stdin.once("drain", resolve));
+      await Promise.race([drained, exited]);
     }
   };
   const writer = new OpStreamWriter();
