@@ -45,13 +45,17 @@ export function temporaryName(target: string): string {
  * the old or the new one. The directory is the caller's to sync. For files of one owner: the temporary name
  * is always the same, so that what a crash left goes away with the next try.
  */
-export function replaceFile(target: string, write: (fd: number, name: string) => void): void {
+export function replaceFile(
+  target: string,
+  write: (fd: number, name: string) => void,
+  durability: "synced" | "unsynced" = "synced",
+): void {
   const temporary = `${target}.tmp`;
   removeIfPresent(temporary);
   const fd = createFile(temporary);
   try {
     write(fd, temporary);
-    fsync(fd, temporary);
+    if (durability === "synced") fsync(fd, temporary);
     renameFile(temporary, target);
   } catch (error) {
     removeIfPresent(temporary);

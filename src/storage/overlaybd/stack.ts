@@ -476,7 +476,11 @@ export function openStack(given: ImageConfig): LayerStack {
   if (config.upper !== undefined) {
     if (!existsSync(config.upper.data)) {
       if (wanted === 0) throw noSize();
-      createUpperFiles(config.upper, { virtualSizeBytes: wanted, parentUuid: opened.topUuid });
+      createUpperFiles(config.upper, {
+        virtualSizeBytes: wanted,
+        parentUuid: opened.topUuid,
+        durability: "unsynced",
+      });
     }
     upper = cleanup.use(new Upper(config.upper, { readOnly: false, inheritedSizeBytes: wanted }));
   }
