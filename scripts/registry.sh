@@ -23,6 +23,7 @@ start() {
   local attempt port i url
   for ((attempt = 0; attempt < 20; attempt++)); do
     port=$((20000 + (RANDOM * 32768 + RANDOM) % 12000)) url=http://127.0.0.1:$port
+    if (exec 8<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then continue; fi # somebody's already
     cat > "$config" <<YAML
 version: 0.1
 log: {level: warn, accesslog: {disabled: true}}
@@ -34,9 +35,10 @@ YAML
     # A session of its own: it outlives the script and its terminal.
     setsid docker-registry serve "$config" >"$log" 2>&1 </dev/null 9>&- &
     echo $! > "$pidfile"; echo "$url" > "$urlfile"
-    for ((i = 0; i < 100; i++)); do
-      running || break
-      if answers "$url"; then echo "$url"; return; fi
+    for ((i = 0; i < 300; i++)); do
+      # Not `running`: between fork and exec the process does not have its own command line yet.
+      [[ -d /proc/$(pid) ]] || break
+      if answers "$url" && running; then echo "$url"; return; fi
       sleep 0.05
     done
     grep -q 'address already in use' "$log" || break
