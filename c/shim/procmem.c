@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #define PAGE 4096u
+/* Largest whole number below which doubles have no gaps. */
+#define MAX_EXACT 9007199254740992.0
 
 /*
  * PAGEMAP_SCAN of Linux 6.7, from the kernel's Documentation/admin-guide/mm/pagemap.rst and uapi linux/fs.h; the
@@ -122,7 +124,7 @@ static int32_t scan_entries(int fd, uint64_t start, uint64_t end, double *ranges
 
 int32_t aenv_dirty_ranges(int32_t pagemap_fd, double start, double end, uint32_t flags, double *ranges,
                           uint32_t max_ranges, double *next) {
-  if (start < 0 || end < start || max_ranges == 0) return -EINVAL;
+  if (!(start >= 0 && end >= start && end < MAX_EXACT) || max_ranges == 0) return -EINVAL;
   uint64_t from = (uint64_t)start, to = (uint64_t)end;
   if (from % PAGE != 0 || to % PAGE != 0) return -EINVAL;
   if ((flags & AENV_DIRTY_NO_SCAN) == 0) {
@@ -135,8 +137,9 @@ int32_t aenv_dirty_ranges(int32_t pagemap_fd, double start, double end, uint32_t
 static int64_t total_length(const double *ranges, uint32_t count, uint32_t capacity) {
   double total = 0;
   for (uint32_t i = 0; i < count; i++) {
-    if (ranges[2 * i] < 0 || ranges[2 * i + 1] < 0) return -EINVAL;
-    total += ranges[2 * i + 1];
+    double first = ranges[2 * i], length = ranges[2 * i + 1];
+    if (!(first >= 0 && first < MAX_EXACT && length >= 0 && length < MAX_EXACT)) return -EINVAL;
+    total += length;
   }
   return total > capacity || total > INT32_MAX ? -EINVAL : (int64_t)total;
 }

@@ -24,7 +24,7 @@ static int64_t copy_by_hand(int from_fd, int to_fd, off_t offset, size_t length)
 }
 
 int32_t aenv_copy_sparse(int32_t from_fd, int32_t to_fd, double offset, double budget, double *next) {
-  if (offset < 0 || budget <= 0) return -EINVAL;
+  if (!(offset >= 0 && offset < 9e15 && budget > 0)) return -EINVAL;
   off_t at = (off_t)offset;
   double copied = 0;
   while (copied < budget) {

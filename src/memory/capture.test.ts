@@ -2,10 +2,10 @@ import { afterAll, describe, expect, test } from "bun:test";
 import { createHash } from "node:crypto";
 import { existsSync, mkdirSync, readFileSync, statSync } from "node:fs";
 import { join } from "node:path";
-import { prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
+import { nbdDisk, prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
 import { createLogger } from "../lib/log.ts";
 import { inspectLayer, openStack } from "../storage/overlaybd/index.ts";
-import { createQemuDriver, type VmLaunchSpec } from "../vmm/index.ts";
+import { createQemuDriver, type VmDrive, type VmLaunchSpec } from "../vmm/index.ts";
 import { captureMemory } from "./capture.ts";
 import { createMemoryService, type MemoryImage } from "./index.ts";
 
@@ -31,25 +31,25 @@ describe.skipIf(typeof guest === "string")("memory of a real VM", () => {
     log,
   });
   let made = 0;
-  const spec = (network: TestNetwork, memoryFile: string): VmLaunchSpec => {
+  const spec = (network: TestNetwork, memoryFile: string, drives: VmDrive[]): VmLaunchSpec => {
     const vmId = `vm${made++}`;
     const workDir = join(guest.dir, vmId);
     mkdirSync(workDir);
     return {
       vmId,
       workDir,
-      shape: { vcpuCount: 1, memoryMiB: MEMORY_MIB },
+      shape: { vcpuCount: 2, memoryMiB: MEMORY_MIB },
       kernelPath: guest.kernelPath,
       initrdPath: guest.initrdPath,
       kernelArgs: ["quiet"],
-      drives: [],
+      drives,
       network,
       memoryFile,
       consoleLogPath: join(workDir, "console.log"),
     };
   };
 
-  test("pause, capture, kill, two clones that go on; second captures are small", async () => {
+  test("pause, capture, kill, two clones with own disks that go on; second captures are small", async () => {
     const memory = createMemoryService({
       cacheDir: join(guest.dir, "memory"),
       maxCacheBytes: 1 << 30,
@@ -59,9 +59,10 @@ describe.skipIf(typeof guest === "string")("memory of a real VM", () => {
     await using scope = new AsyncDisposableStack();
     const networks = [scope.use(await testNetwork()), scope.use(await testNetwork())] as const;
     const zeros = scope.use(await memory.materialize(empty));
-    const source = scope.use(await driver.launch(spec(networks[0], zeros.file)));
+    const disk = scope.use(await nbdDisk(guest.dir, "source"));
+    const source = scope.use(await driver.launch(spec(networks[0], zeros.file, [disk])));
     const booted = await networks[0].ask();
-    expect(booted.sum).toBe("ok");
+    expect(booted).toMatchObject({ sum: "ok", disk: "ok" });
 
     await source.pause();
     const state1 = join(guest.dir, "state1");
@@ -132,9 +133,15 @@ describe.skipIf(typeof guest === "string")("memory of a real VM", () => {
     const digest = sha256(base.file);
 
     // Two clones at once, in two namespaces with the same tap name, address and MAC.
+    const disks = [
+      scope.use(await nbdDisk(guest.dir, "clone0", false, disk.image)),
+      scope.use(await nbdDisk(guest.dir, "clone1", false, disk.image)),
+    ];
     const restoring = performance.now();
     const clones = await Promise.all(
-      networks.map((network) => driver.restore({ ...spec(network, base.file), deviceStatePath: state2 })),
+      networks.map((network, i) =>
+        driver.restore({ ...spec(network, base.file, [disks[i]!]), deviceStatePath: state2 }),
+      ),
     );
     const restoreMs = performance.now() - restoring;
     for (const clone of clones) scope.use(clone);
@@ -146,13 +153,16 @@ describe.skipIf(typeof guest === "string")("memory of a real VM", () => {
     }
     await Bun.sleep(300);
     const later = await Promise.all(networks.map((network) => network.ask()));
-    for (const [i, answer] of later.entries()) expect(answer.count).toBeGreaterThan(answers[i]!.count);
+    for (const [i, answer] of later.entries()) {
+      expect(answer.count).toBeGreaterThan(answers[i]!.count);
+      expect(answer).toMatchObject({ sum: "ok", disk: "ok" });
+    }
 
     // A clone's own changes make one small layer on top; the shared file never changed.
     await clones[1]!.pause();
     const third = await memory.capture(clones[1]!.reference, second.image, join(guest.dir, "layer3"));
     expect(third.image.layers.length).toBe(3);
-    expect(third.storedBytes).toBeGreaterThan(1 << 20);
+    expect(third.storedBytes).toBeGreaterThan(64 << 10);
     expect(third.storedBytes).toBeLessThan(first.storedBytes / 2);
     expect(sha256(base.file)).toBe(digest);
     console.log(

@@ -1,6 +1,6 @@
 import type { VmIdentity } from "./types.ts";
 
-export { createQemuDriver, type QemuDriverOptions } from "./qemu/driver.ts";
+export { createQemuDriver, killVm, type QemuDriverOptions } from "./qemu/driver.ts";
 export type * from "./types.ts";
 
 /**

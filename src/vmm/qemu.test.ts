@@ -15,17 +15,11 @@ import {
 } from "node:fs";
 import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
-import { prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
+import { nbdDisk, prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
 import type { LaunchRequest } from "../../tests/vmkit/launch.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
-import {
-  createQemuDriver,
-  identityMismatch,
-  type VmDrive,
-  type VmLaunchSpec,
-  type VmReference,
-} from "./index.ts";
+import { createQemuDriver, identityMismatch, killVm, type VmLaunchSpec, type VmReference } from "./index.ts";
 import { bootProbe } from "./qemu/probe.ts";
 import { processLives } from "./qemu/process.ts";
 import { tickMeter } from "./qemu/ticks.ts";
@@ -135,25 +129,6 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     };
   };
 
-  const dir = guest.dir;
-  /** A disk served over NBD by another program. */
-  async function nbdDisk(name: string, image: string): Promise<VmDrive & AsyncDisposable> {
-    const socketPath = join(dir, `${name}.sock`);
-    const server = Bun.spawn(["qemu-nbd", "-f", "raw", "-k", socketPath, "-x", "disk", "-t", image], {
-      stdio: ["ignore", "ignore", "ignore"],
-    });
-    for (let i = 0; !existsSync(socketPath) && i < 500; i++) await Bun.sleep(10);
-    return {
-      driveId: "rootfs",
-      readOnly: false,
-      backend: { kind: "nbd", socketPath, exportName: "disk" },
-      [Symbol.asyncDispose]: async () => {
-        server.kill();
-        await server.exited;
-      },
-    };
-  }
-
   test("probe and identity tell what would be used", async () => {
     const probe = await driver.probe();
     expect(probe).toMatchObject({ vmm: "qemu", version: version.text, mode: "tcg" });
@@ -204,14 +179,16 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     expect(performance.now() - started).toBeLessThan(2000);
   }, 60_000);
 
-  test("outlives the server that started it; adopted, paused, saved, restored with disk and network; a reset ends it", async () => {
+  test("outlives the server that started it; adopted, paused, saved, refused with a wrong state; a reset ends it", async () => {
     await using scope = new AsyncDisposableStack();
     const network = scope.use(await testNetwork());
     const clonesNetwork = scope.use(await testNetwork());
-    const image = join(guest.dir, "disk.img");
-    writeFileSync(image, Buffer.alloc(1 << 20));
-    const disk = scope.use(await nbdDisk("source", image));
-    const vmSpec = spec(network, { drives: [disk] });
+    // The guest writes to /dev/vda: that must be the first drive.
+    const drives = [
+      scope.use(await nbdDisk(guest.dir, "first")),
+      scope.use(await nbdDisk(guest.dir, "second", true)),
+    ];
+    const vmSpec = spec(network, { drives });
     const request: LaunchRequest = { driver: settings, spec: vmSpec };
     const server = Bun.spawn([process.execPath, join(import.meta.dir, "../../tests/vmkit/launch.ts")], {
       stdin: Buffer.from(JSON.stringify(request)),
@@ -233,6 +210,8 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     expect(readFileSync(`/proc/${reference.pid}/oom_score_adj`, "utf8").trim()).toBe("1000");
     expect(readFileSync(`/proc/${reference.pid}/limits`, "utf8")).toMatch(/Max core file size +0 /);
     expect(statSync(reference.controlSocketPath).mode & 0o077).toBe(0);
+    const session = readFileSync(`/proc/${reference.pid}/stat`, "latin1").replace(/.*\) /, "").split(" ")[3];
+    expect(session).toBe(String(reference.pid));
     expect(statSync(`/proc/${reference.pid}/ns/net`).ino).toBe(statSync(network.netnsPath).ino);
 
     const adopted = await driver.adopt(reference);
@@ -257,8 +236,11 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
 
     // Another device state than the machine's is refused with QEMU's words, and nothing stays behind.
     writeFileSync(join(guest.dir, "nonsense"), "this is no device state");
-    const clonesDisk = scope.use(await nbdDisk("clone", image));
-    const bad = spec(clonesNetwork, { drives: [clonesDisk] });
+    const clonesDrives = [
+      scope.use(await nbdDisk(guest.dir, "clone-first")),
+      scope.use(await nbdDisk(guest.dir, "clone-second", true)),
+    ];
+    const bad = spec(clonesNetwork, { drives: clonesDrives });
     const refused = await errorOf(driver.restore({ ...bad, deviceStatePath: join(guest.dir, "nonsense") }));
     expect(refused.code).toBe("vm_restore_failed");
     expect(refused.message).toContain("QEMU says");
@@ -285,6 +267,11 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     expect(existsSync(handle.reference.controlSocketPath)).toBe(false);
     await Promise.all([handle.kill(), handle.kill(0)]);
     expect(await driver.adopt(handle.reference)).toBeUndefined();
+    const second = await driver.launch(spec(network));
+    // Held by the first connection, the control socket answers nobody else; the VM can be ended all the same.
+    await killVm(second.reference);
+    expect((await second.exited).exitCode).toBe(0);
+    await killVm(second.reference);
   });
 
   test("a work directory with a long path: the control socket lies elsewhere and goes, too", async () => {

@@ -4,8 +4,9 @@
  */
 import { existsSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
-import { dirname, join } from "node:path";
+import { basename, dirname, join } from "node:path";
 import { runCommand } from "../../src/lib/command.ts";
+import type { VmDrive } from "../../src/vmm/types.ts";
 
 const ROOT = dirname(dirname(import.meta.dir));
 /** In load order; those the kernel has built in are not there as files. */
@@ -60,7 +61,7 @@ export async function prepareGuest(name: string): Promise<TestGuest | string> {
     const kernelPath = newest(find(place, "**/vmlinux"));
     if (kernelPath === undefined) continue;
     const unpacked = newest(find(place, "**/usr/bin/qemu-system-x86_64"));
-    const binary = process.env.AENV_TEST_QEMU ?? unpacked ?? Bun.which("qemu-system-x86_64");
+    const binary = (process.env.AENV_TEST_QEMU || unpacked) ?? Bun.which("qemu-system-x86_64");
     if (binary === null) continue;
     const dir = mkdtempSync(join(tmpdir(), `vmm-${name}-`));
     try {
@@ -97,7 +98,9 @@ async function makeInitrd(dir: string, kos: readonly string[]): Promise<string> 
   for (const empty of ["proc", "dev", "sys"]) mkdirSync(join(tree, empty));
   const order: string[] = [];
   for (const module of MODULES) {
-    const file = kos.find((path) => path.endsWith(`/${module}.ko`));
+    const file = kos.find(
+      (path) => basename(path).replaceAll("_", "-") === `${module.replaceAll("_", "-")}.ko`,
+    );
     if (file === undefined) continue;
     writeFileSync(join(tree, `lib/modules/${module}.ko`), readFileSync(file));
     order.push(`${module}.ko`);
@@ -189,6 +192,32 @@ export async function testNetwork(): Promise<TestNetwork> {
     ask,
     [Symbol.asyncDispose]: async () => {
       await runCommand(["ip", "netns", "del", name]);
+    },
+  };
+}
+
+/** A disk of 1 MiB of zeros (or a copy of `from`), served over NBD by another program. */
+export async function nbdDisk(
+  dir: string,
+  name: string,
+  readOnly = false,
+  from?: string,
+): Promise<VmDrive & { readonly image: string } & AsyncDisposable> {
+  const image = join(dir, `${name}.img`);
+  writeFileSync(image, from === undefined ? Buffer.alloc(1 << 20) : readFileSync(from));
+  const socketPath = join(dir, `${name}.sock`);
+  const server = Bun.spawn(["qemu-nbd", "-f", "raw", "-k", socketPath, "-x", "disk", "-t", image], {
+    stdio: ["ignore", "ignore", "ignore"],
+  });
+  for (let i = 0; !existsSync(socketPath) && i < 1000; i++) await Bun.sleep(10);
+  return {
+    driveId: name,
+    readOnly,
+    backend: { kind: "nbd", socketPath, exportName: "disk" },
+    image,
+    [Symbol.asyncDispose]: async () => {
+      server.kill();
+      await server.exited;
     },
   };
 }

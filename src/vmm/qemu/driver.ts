@@ -61,6 +61,30 @@ export function createQemuDriver(options: QemuDriverOptions): VmmDriver {
   return new QemuDriver(options);
 }
 
+/**
+ * Ends a VM that is only known by its reference, also one that does not answer on its control socket.
+ * Resolves when its process is gone and its control socket removed; at once when it is gone already.
+ */
+export async function killVm(reference: VmReference, graceMs = 2000): Promise<void> {
+  const vmm = adoptVmm(reference.pid, reference.startTimeTicks, join(reference.workDir, STDERR_LOG));
+  if (vmm !== undefined) await endProcess(vmm, vmm.exited, graceMs);
+  removeControlSocket(reference.controlSocketPath);
+}
+
+/** SIGTERM, after the grace SIGKILL, until it is gone. */
+async function endProcess(vmm: VmmProcess, exited: Promise<unknown>, graceMs: number): Promise<void> {
+  if (graceMs > 0) {
+    const deadline = performance.now() + graceMs;
+    vmm.signal("SIGTERM");
+    while (performance.now() < deadline) {
+      if (await settled(exited, 20)) return;
+      vmm.poke();
+    }
+  }
+  vmm.signal("SIGKILL");
+  while (!(await settled(exited, 20))) vmm.poke();
+}
+
 /** A promise made at first use; one that failed is made anew next time. */
 function once<T>(make: () => Promise<T>): () => Promise<T> {
   let made: Promise<T> | undefined;
@@ -517,17 +541,8 @@ class QemuHandle implements VmHandle {
   }
 
   async kill(graceMs = 2000): Promise<void> {
-    this.#killing ??= this.#kill(graceMs);
+    this.#killing ??= endProcess(this.#process, this.exited, this.#gone ? 0 : graceMs);
     await this.#killing;
-  }
-
-  async #kill(graceMs: number): Promise<void> {
-    if (!this.#gone && graceMs > 0) {
-      this.#process.signal("SIGTERM");
-      if (await settled(this.exited, graceMs)) return;
-    }
-    if (!this.#gone) this.#process.signal("SIGKILL");
-    while (!(await settled(this.exited, 20))) this.#process.poke();
   }
 
   async [Symbol.asyncDispose](): Promise<void> {

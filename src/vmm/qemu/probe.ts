@@ -7,6 +7,7 @@ import type { VirtualizationMode } from "../types.ts";
 import {
   acceleratorArgs,
   confinementArgs,
+  cpuModel,
   kernelCommandLine,
   machineOption,
   type QemuInstallation,
@@ -113,13 +114,15 @@ export async function bootProbe(
     await writeFile(join(dir, "initrd"), probeInitrd());
     const child = Bun.spawn(
       [
+        // A guest that spins must not do so for ever when this process is killed.
+        ...["/bin/sh", "-c", 'ulimit -t 30; exec "$@"', "sh"],
         options.installation.binary,
         ...confinementArgs(options.installation),
         "-M",
         machineOption(false),
         ...acceleratorArgs(mode),
         "-cpu",
-        mode === "kvm" ? "host" : "max",
+        cpuModel(options.installation.version, mode),
         "-m",
         "128M",
         "-kernel",
