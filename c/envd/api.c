@@ -340,7 +340,7 @@ static const char *apply_init(agent *ag, const jval *j, conn *c, bool restoring)
   complain("/init", rc);
   if (v[7] && v[7]->n) {
     set_identity(ag, "E2B_SANDBOX_ID", "/run/e2b/.E2B_SANDBOX_ID", v[7]->s);
-    if (ag->guest && sethostname(v[7]->s, v[7]->n < 12 ? v[7]->n : 12)) complain("sethostname", -errno);
+    if (ag->guest && sethostname(v[7]->s, v[7]->n < 64 ? v[7]->n : 64)) complain("sethostname", -errno);
   }
   if (v[8] && v[8]->n) set_identity(ag, "E2B_TEMPLATE_ID", "/run/e2b/.E2B_TEMPLATE_ID", v[8]->s);
   if (v[4] && v[4]->n && !restoring) set_events_host(ag, v[4]->s);

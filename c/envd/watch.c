@@ -250,14 +250,16 @@ static void one_event(watcher *w, const struct inotify_event *e) {
   }
   bool dir = (e->mask & IN_ISDIR) && e->len;
   bool create = e->mask & (IN_CREATE | IN_MOVED_TO);
-  if (create && !was_seen(w, rel)) emit(w, rel, EV_CREATE);
+  // A name found by looking is reported, watched and looked into already.
+  bool known = create && was_seen(w, rel);
+  if (create && !known) emit(w, rel, EV_CREATE);
   if (e->mask & (IN_MOVED_FROM | IN_MOVE_SELF)) emit(w, rel, EV_RENAME);
   if (e->mask & IN_ATTRIB) emit(w, rel, EV_CHMOD);
   if (e->mask & IN_MODIFY) emit(w, rel, EV_WRITE);
   if (e->mask & (IN_DELETE | IN_DELETE_SELF)) emit(w, rel, EV_REMOVE);
   if (!dir || !w->recursive) return;
   if (e->mask & (IN_MOVED_FROM | IN_DELETE)) forget_tree(w, rel);
-  if (create) {
+  if (create && !known) {
     int rc = add_dir(w, rel, true, 1);
     if (rc) give_up(w, rc == -ENOSPC ? "out of inotify watches (fs.inotify.max_user_watches)" : strerror(-rc));
   }
@@ -279,17 +281,21 @@ static void on_inotify(ev *e, uint32_t events) {
   (void)events;
   watcher *w = e->owner;
   _Alignas(struct inotify_event) char chunk[16 * 1024];
-  ssize_t n = read(e->fd, chunk, sizeof chunk);
-  if (n < 0 && errno != EAGAIN && errno != EINTR) give_up(w, strerror(errno));
-  for (ssize_t i = 0; i < n && !w->failed && e->added;) {
-    const struct inotify_event *ie = (const struct inotify_event *)(chunk + i);
-    one_event(w, ie);
-    i += (ssize_t)(sizeof *ie + ie->len);
+  for (int turns = 0; turns < 16 && !w->failed && (!w->k || rpc_may_send(w->k)); turns++) {
+    ssize_t n = read(e->fd, chunk, sizeof chunk);
+    if (n < 0 && errno == EAGAIN) {
+      // Whatever was queued before a directory was looked into has been read now.
+      for (seen *s; (s = w->seen);) w->seen = s->next, free(s);
+      break;
+    }
+    if (n < 0 && errno != EINTR) give_up(w, strerror(errno));
+    for (ssize_t i = 0; i < n && !w->failed;) {
+      const struct inotify_event *ie = (const struct inotify_event *)(chunk + i);
+      one_event(w, ie);
+      i += (ssize_t)(sizeof *ie + ie->len);
+    }
   }
   if (!e->added) return; // the client left while we were sending
-  // Everything queued before a directory was looked into has been read once the queue is empty.
-  if (n > 0 && n < (ssize_t)sizeof chunk / 2)
-    for (seen *s; (s = w->seen);) w->seen = s->next, free(s);
   if (w->failed && w->k)
     end_stream(w);
   else
