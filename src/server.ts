@@ -280,8 +280,9 @@ export async function serveMain(argv: string[]): Promise<number> {
     await node.stop();
   } catch (error) {
     log.error({ err: error }, "the stop was not complete");
-    return 1;
+    process.exit(1);
   }
   log.info("stopped");
-  return 0;
+  // Everything is stored and released; a timer that nobody waits for must not hold the process.
+  process.exit(0);
 }

@@ -17,6 +17,6 @@ export function lockHome(homeDir: string): Disposable {
     code: "home_in_use",
     status: 409,
     message: `${homeDir} is in use by another server${pid === undefined ? "" : ` (process ${pid})`}`,
-    remediation: "stop that server, or give this one a home of its own with AENV_HOME",
+    remediation: "stop that server, or give this one a home of its own with AENV_HOME_PATH",
   });
 }

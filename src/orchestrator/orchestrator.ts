@@ -276,9 +276,15 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   #track<T>(entry: Entry, work: () => Promise<T>): Promise<T> {
     assert(entry.operation === undefined, `sandbox ${entry.id} has one operation at a time`);
-    const operation = work().finally(() => {
-      assert(entry.operation !== operation, `sandbox ${entry.id} rests after an operation (${entry.state})`);
-    });
+    // Work that needs no await would be over before it is known as the operation under way.
+    const operation = Promise.resolve()
+      .then(work)
+      .finally(() => {
+        assert(
+          entry.operation !== operation,
+          `sandbox ${entry.id} rests after an operation (${entry.state})`,
+        );
+      });
     entry.operation = operation;
     operation.catch(() => undefined);
     return operation;
@@ -570,7 +576,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   route(id: string): RouteLookup {
     const entry = this.#entries.get(id);
-    if (entry === undefined) return { kind: "not_found" };
+    // On its way out is gone, for traffic as for every other request.
+    if (entry === undefined || entry.state === "killing") return { kind: "not_found" };
     if (entry.state === "paused") return { kind: "paused", autoResume: entry.record.autoResume };
     if (entry.state !== "running") return { kind: "transitional", state: entry.state };
     const { instance } = entry;
