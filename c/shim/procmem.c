@@ -205,16 +205,12 @@ int32_t aenv_read_file_ranges(int32_t fd, const double *ranges, uint32_t count, 
   return (int32_t)total;
 }
 
-static int all_zero(const uint8_t *page) {
-  /* The first bytes are zero and each byte equals the one 16 before it. */
-  static const uint8_t zeros[16];
-  return memcmp(page, zeros, sizeof zeros) == 0 && memcmp(page, page + sizeof zeros, PAGE - sizeof zeros) == 0;
-}
+static const uint8_t zero_page[PAGE];
 
 int32_t aenv_compare_pages(const uint8_t *current, const uint8_t *base, uint32_t pages, uint8_t *verdict) {
   for (uint32_t i = 0; i < pages; i++) {
     const uint8_t *page = current + (uint64_t)i * PAGE;
-    int zero = all_zero(page);
+    int zero = memcmp(page, zero_page, PAGE) == 0;
     int same = base == NULL ? zero : memcmp(page, base + (uint64_t)i * PAGE, PAGE) == 0;
     verdict[i] = same ? AENV_PAGE_SAME : zero ? AENV_PAGE_ZERO : AENV_PAGE_DATA;
   }
