@@ -6,7 +6,11 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <sys/un.h>
+#include <sys/time.h>
 #include <unistd.h>
+
+/* A server that says nothing for this long is taken for hung. */
+#define NBD_PATIENCE_SECONDS 120
 
 #define NBD_MAGIC 0x4e42444d41474943ull
 #define NBD_OPTION_MAGIC 0x49484156454f5054ull
@@ -59,6 +63,9 @@ static int receive(struct nbd *nbd, void *data, size_t length)
 
 		if (n < 0 && errno == EINTR)
 			continue;
+		if (n < 0 && errno == EAGAIN)
+			return fail(nbd->failure, FAILURE_DEVICE, ETIMEDOUT, "block device: no answer within %d s",
+				    NBD_PATIENCE_SECONDS);
 		if (n < 0)
 			return fail(nbd->failure, FAILURE_DEVICE, errno, "block device: receive failed: %s",
 				    strerror(errno));
@@ -203,7 +210,7 @@ static int negotiate(struct nbd *nbd, const char *export_name)
 int nbd_open(struct nbd *nbd, const char *socket_path, const char *export_name, struct failure *failure)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX };
-	int rc;
+	const struct timeval patience = { .tv_sec = NBD_PATIENCE_SECONDS };
 
 	*nbd = (struct nbd){ .fd = -1, .max_request_bytes = NBD_MAX_REQUEST_BYTES, .failure = failure };
 	if (strlen(socket_path) >= sizeof(address.sun_path))
@@ -216,8 +223,10 @@ int nbd_open(struct nbd *nbd, const char *socket_path, const char *export_name, 
 	if (connect(nbd->fd, (struct sockaddr *)&address, sizeof(address)) < 0)
 		return fail(failure, FAILURE_DEVICE, errno, "block device: connect to %s: %s", socket_path,
 			    strerror(errno));
-	rc = negotiate(nbd, export_name);
-	return rc;
+	if (setsockopt(nbd->fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) < 0 ||
+	    setsockopt(nbd->fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) < 0)
+		return fail(failure, FAILURE_DEVICE, errno, "block device: setsockopt: %s", strerror(errno));
+	return negotiate(nbd, export_name);
 }
 
 /* Takes one reply. For a read, the data goes to `target`; at most one read is ever in flight. */

@@ -35,6 +35,8 @@ export interface LayerConversion {
 export interface ConversionDeps {
   readonly cache: ImageCache;
   readonly blockClient: BlockClient;
+  /** Block devices made here begin with it. */
+  readonly devicePrefix: string;
   readonly ext4Helper: string;
   readonly log: Logger;
 }
@@ -95,7 +97,7 @@ export async function convertLayer(
     index: join(stage.path, "upper.index"),
     mode: "logStructured",
   } as const;
-  const deviceId = `image-${randomUUID()}`;
+  const deviceId = `${deps.devicePrefix}${randomUUID()}`;
   const report = throttled(progress, {
     phase: "convert layer",
     item: layerDigest,

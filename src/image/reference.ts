@@ -120,7 +120,7 @@ function parseLayout(reference: string, rules: ReferenceRules): LayoutReference 
     throw invalid(
       reference,
       "images from local paths are not allowed on this server",
-      "push the image to a registry, or set image.allow_local_paths in the server's configuration",
+      "push the image to a registry, or set image.resolver.allow_local_paths = true in the server's configuration",
     );
   }
   const rest = reference.slice(LAYOUT_PREFIX.length);

@@ -2,7 +2,7 @@ import { afterAll, beforeAll, describe, expect, test } from "bun:test";
 import { lstatSync, readdirSync, readFileSync, readlinkSync } from "node:fs";
 import { mkdir, readdir, rm, truncate } from "node:fs/promises";
 import { join } from "node:path";
-import { type ImageRig, startImageRig } from "../../tests/support/image-rig.ts";
+import { EXT4_HELPER, type ImageRig, serviceOptions, startImageRig } from "../../tests/support/image-rig.ts";
 import {
   type BuiltImage,
   buildImage,
@@ -18,6 +18,7 @@ import {
 import { startRegistry, type TestRegistry } from "../../tests/support/registry.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
 import type { AenvError } from "../lib/errors.ts";
+import { createImageService } from "./service.ts";
 import type { ResolvedImage } from "./types.ts";
 
 let rig: ImageRig;
@@ -670,6 +671,38 @@ describe("resolve", () => {
     });
   });
 
+  test("overlaybd layers are used as they are", async () => {
+    const made = await rig
+      .service()
+      .resolve(await push(buildImage({ layers: layers([file("native", "n")], [file("two")]) })));
+    const native = buildImage({
+      layers: made.lowers.map((lower) => {
+        const annotations = { "containerd.io/snapshot/overlaybd/blob-digest": lower.digest! };
+        return { tar: readFileSync(lower.file), compression: "none", annotations } as const;
+      }),
+    });
+    const cacheDir = join(rig.directory, "cache-native");
+    const image = await rig.service({ cacheDir, convertStandardOci: false }).resolve(await push(native));
+    expect(image.lowers.map(({ digest, uuid }) => [digest, uuid])).toEqual(
+      made.lowers.map(({ digest, uuid }) => [digest, uuid]),
+    );
+    expect(image.virtualSizeBytes).toBe(made.virtualSizeBytes);
+    const root = await rig.mount(await rig.exportRaw(image.lowers));
+    if (root !== undefined) expect(tree(root)).toEqual(["native", "two"]);
+
+    const mixed = buildImage({
+      layers: [
+        { entries: [file("x")] },
+        {
+          tar: readFileSync(made.lowers[0]!.file),
+          compression: "none",
+          mediaType: "application/vnd.x.overlaybd",
+        },
+      ],
+    });
+    expect((await rejection(rig.service().resolve(await push(mixed)))).message).toContain("mixes");
+  });
+
   test("search registries: the next is asked when one does not have the image", async () => {
     await using empty = await startRegistry();
     await pushImage(registry.url, "team/found", "v1", buildImage({ layers: layers([file("found")]) }));
@@ -773,10 +806,60 @@ describe("resolve", () => {
     }
   });
 
-  test("leftovers of a killed process are removed at start", async () => {
+  test("leftovers of a killed process are removed at start: files and block devices", async () => {
     const cacheDir = join(rig.directory, "cache-left");
     await Bun.write(join(cacheDir, "staging/dead/upper.data"), "x");
-    rig.service({ cacheDir });
+    const made: string[] = [];
+    const client = rig.blockClient;
+    const interrupted = createImageService(serviceOptions(cacheDir), {
+      ext4Helper: EXT4_HELPER,
+      log: rig.log,
+      blockClient: {
+        create: (device) => {
+          made.push(device.deviceId);
+          return client.create(device);
+        },
+        // As if killed before it could let go.
+        release: async () => undefined,
+        get: (id) => client.get(id),
+        list: () => client.list(),
+        flush: (id) => client.flush(id),
+        restack: (id, sealed, fresh) => client.restack(id, sealed, fresh),
+        stats: () => client.stats(),
+        shutdown: () => client.shutdown(),
+        [Symbol.asyncDispose]: async () => undefined,
+      },
+    });
     expect(await readdir(join(cacheDir, "staging"))).toEqual([]);
+    // The device still holds the upper, so the conversion ends there.
+    const reference = await push(buildImage({ layers: layers([file("left")]) }));
+    expect(await rejection(interrupted.resolve(reference))).toMatchObject({ code: "upper_in_use" });
+    const left = async () =>
+      (await client.list()).map(({ deviceId }) => deviceId).filter((id) => made.includes(id));
+    expect(await left()).toEqual(made);
+    const next = createImageService(serviceOptions(cacheDir), {
+      blockClient: client,
+      ext4Helper: EXT4_HELPER,
+      log: rig.log,
+    });
+    await next[Symbol.asyncDispose]();
+    expect(await left()).toEqual([]);
+  });
+
+  test("a helper that cannot run or dies is reported", async () => {
+    const reference = await push(buildImage({ layers: layers([file("h", Buffer.alloc(1 << 20))]) }));
+    for (const [ext4Helper, words] of [
+      ["/nonexistent/aenv-ext4", "cannot run"],
+      ["/bin/false", "cannot be applied"],
+    ] as const) {
+      const cacheDir = join(rig.directory, "cache-helper");
+      await using service = createImageService(serviceOptions(cacheDir), {
+        blockClient: rig.blockClient,
+        ext4Helper,
+        log: rig.log,
+      });
+      expect((await rejection(service.resolve(reference))).message).toContain(words);
+      await cacheIsClean(cacheDir);
+    }
   });
 });

@@ -69,11 +69,32 @@ class LocalImageService implements ImageService {
   readonly #layers = new SharedWork<CachedLayer>();
   readonly #limiter: DownloadLimiter = createDownloadLimiter();
   readonly #platform = hostPlatform();
+  readonly #devicePrefix: string;
+  readonly #swept: Promise<void>;
 
   constructor(options: ImageServiceOptions, deps: ImageServiceDeps) {
     this.#options = options;
     this.#deps = deps;
     this.#cache = new ImageCache(options.cacheDir, deps.log);
+    // Per cache directory, so that services on one block daemon leave each other's devices alone.
+    const owner = new Bun.CryptoHasher("sha256").update(options.cacheDir).digest("hex").slice(0, 12);
+    this.#devicePrefix = `image-${owner}-`;
+    this.#swept = this.#releaseLeftDevices();
+  }
+
+  /** The block daemon outlives us: a killed conversion's device is still there. */
+  async #releaseLeftDevices(): Promise<void> {
+    const { blockClient, log } = this.#deps;
+    try {
+      for (const { deviceId } of await blockClient.list()) {
+        if (!deviceId.startsWith(this.#devicePrefix)) continue;
+        await blockClient.release(deviceId);
+        log.info({ deviceId }, "released the block device of an interrupted conversion");
+      }
+    } catch (error) {
+      // The next start tries again; a conversion reports the daemon's failure by itself.
+      log.warn({ err: error }, "block devices of interrupted conversions not released");
+    }
   }
 
   async resolve(reference: string, options: ResolveOptions = {}): Promise<ResolvedImage> {
@@ -298,6 +319,7 @@ class LocalImageService implements ImageService {
         { signal, progress },
         async (shared, report) => {
           const blobPath = await prefetch.get(layer);
+          await this.#swept;
           const made = await convertLayer(
             {
               image,
@@ -308,7 +330,7 @@ class LocalImageService implements ImageService {
               parents: [...lowers],
               virtualSizeBytes: this.#options.virtualSizeBytes,
             },
-            { cache: this.#cache, ...this.#deps },
+            { cache: this.#cache, devicePrefix: this.#devicePrefix, ...this.#deps },
             shared,
             report,
           );
@@ -349,6 +371,7 @@ class LocalImageService implements ImageService {
   async [Symbol.asyncDispose](): Promise<void> {
     await this.#images[Symbol.asyncDispose]();
     await this.#layers[Symbol.asyncDispose]();
+    await this.#swept;
   }
 }
 

@@ -5,21 +5,38 @@ import { join } from "node:path";
 import pino from "pino";
 import { createImageService, type ImageService, type ImageServiceOptions } from "../../src/image/index.ts";
 import { runCommand, tryCommand } from "../../src/lib/command.ts";
+import type { Logger } from "../../src/lib/log.ts";
 import { type BlockClient, superviseBlockd } from "../../src/storage/blockd/index.ts";
 import { type LayerRef, openStack } from "../../src/storage/overlaybd/index.ts";
 
 const ROOT = join(import.meta.dir, "../..");
-export const EXT4_HELPER = join(ROOT, "build/aenv-ext4");
+/** `AENV_TEST_EXT4` picks another build, such as the one with sanitizers. */
+export const EXT4_HELPER = process.env.AENV_TEST_EXT4 ?? join(ROOT, "build/aenv-ext4");
 
 export interface ImageRig extends AsyncDisposable {
   readonly directory: string;
   readonly blockClient: BlockClient;
+  readonly log: Logger;
   /** A service over a cache directory of the rig (or another); disposed with the rig. */
   service(options?: Partial<ImageServiceOptions>): ImageService;
   /** The layers' content as a raw sparse file; its path. */
   exportRaw(lowers: readonly LayerRef[]): Promise<string>;
   /** Mounts a raw file read-only; undefined where the kernel or privileges do not allow it. */
   mount(raw: string): Promise<string | undefined>;
+}
+
+/** Options of a service without search registries and logins, with short pauses, on a 1 GiB disk. */
+export function serviceOptions(cacheDir: string): ImageServiceOptions {
+  return {
+    cacheDir,
+    defaultImage: "ubuntu:24.04",
+    searchRegistries: [],
+    allowLocalPaths: true,
+    virtualSizeBytes: 1 << 30,
+    convertStandardOci: true,
+    dockerConfigPath: join(cacheDir, "no-docker-config.json"),
+    retry: { baseDelayMs: 10, idleTimeoutMs: 5000 },
+  };
 }
 
 /** A block daemon of its own, image services on it, and what is needed to look into the results. */
@@ -45,20 +62,11 @@ export async function startImageRig(): Promise<ImageRig> {
   return {
     directory,
     blockClient: blockd.client,
+    log,
     service(options = {}) {
       return held.use(
         createImageService(
-          {
-            cacheDir: join(directory, "cache"),
-            defaultImage: "ubuntu:24.04",
-            searchRegistries: [],
-            allowLocalPaths: true,
-            virtualSizeBytes: 1 << 30,
-            convertStandardOci: true,
-            dockerConfigPath: join(directory, "no-docker-config.json"),
-            retry: { baseDelayMs: 10, idleTimeoutMs: 5000 },
-            ...options,
-          },
+          { ...serviceOptions(join(directory, "cache")), ...options },
           { blockClient: blockd.client, ext4Helper: EXT4_HELPER, log },
         ),
       );

@@ -1,0 +1,306 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { mkdtemp, readFile, rm } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { sha256 } from "../../tests/support/oci.ts";
+import type { AenvError } from "../lib/errors.ts";
+import { createRegistrySource, hostLocality, parseChallenge, parseRetryAfter } from "./registry.ts";
+
+let directory: string;
+let count = 0;
+
+beforeAll(async () => {
+  directory = await mkdtemp(join(tmpdir(), "image-registry-"));
+});
+afterAll(() => rm(directory, { recursive: true, force: true }));
+
+const CONTENT = Buffer.from(crypto.getRandomValues(new Uint8Array(60_000)));
+const BLOB = { digest: sha256(CONTENT), size: CONTENT.length };
+
+/** A registry made of one handler; requests are kept. */
+function faulty(handler: (request: Request, nth: number) => Response | Promise<Response>) {
+  const requests: Request[] = [];
+  const server = Bun.serve({
+    port: 0,
+    hostname: "127.0.0.1",
+    development: false,
+    error: () => new Response("", { status: 500 }),
+    fetch: (request) => {
+      requests.push(request);
+      return handler(request, requests.length);
+    },
+  });
+  return {
+    requests,
+    host: `127.0.0.1:${server.port}`,
+    url: `http://127.0.0.1:${server.port}`,
+    [Symbol.asyncDispose]: () => server.stop(true),
+  };
+}
+
+function source(host: string, login?: { username: string; password: string }) {
+  return createRegistrySource({
+    reference: { registry: host, repository: "a/b", tag: "t" },
+    ...(login === undefined ? {} : { login: { kind: "basic", ...login } as const }),
+    retry: { attempts: 3, baseDelayMs: 5, maxDelayMs: 300, idleTimeoutMs: 300 },
+  });
+}
+
+async function download(host: string, descriptor = BLOB): Promise<Buffer> {
+  const target = join(directory, `blob-${count++}`);
+  await source(host).blob(descriptor, target, new AbortController().signal, () => undefined);
+  return readFile(target);
+}
+
+async function rejection(work: Promise<unknown>): Promise<AenvError> {
+  return work.then(
+    () => {
+      throw new Error("expected an error");
+    },
+    (error: AenvError) => error,
+  );
+}
+
+/** A body that ends early: the length is promised, the connection breaks. */
+function brokenBody(bytes: Uint8Array, headers: Record<string, string>, status = 200): Response {
+  return new Response(
+    new ReadableStream({
+      async start(controller) {
+        controller.enqueue(bytes);
+        await Bun.sleep(20);
+        controller.error(new Error("broken"));
+      },
+    }),
+    { status, headers },
+  );
+}
+
+function rangeStart(request: Request): number {
+  return Number(/bytes=(\d+)-/.exec(request.headers.get("range") ?? "bytes=0-")?.[1]);
+}
+
+describe("downloads", () => {
+  test("go on by range where a connection broke off", async () => {
+    await using server = faulty((request, nth) => {
+      const start = rangeStart(request);
+      const rest = CONTENT.subarray(start);
+      const headers =
+        start > 0 ? { "content-range": `bytes ${start}-${CONTENT.length - 1}/${CONTENT.length}` } : {};
+      const status = start > 0 ? 206 : 200;
+      return nth <= 4
+        ? brokenBody(rest.subarray(0, 10_000), headers as Record<string, string>, status)
+        : new Response(rest, { status, headers });
+    });
+    expect((await download(server.host)).equals(CONTENT)).toBe(true);
+    expect(server.requests.length).toBe(5);
+    expect(server.requests.map((request) => rangeStart(request))).toEqual([
+      0, 10_000, 20_000, 30_000, 40_000,
+    ]);
+  });
+
+  test("start over where the registry knows no ranges", async () => {
+    await using server = faulty((_request, nth) =>
+      nth === 1 ? brokenBody(CONTENT.subarray(0, 9_999), {}) : new Response(CONTENT),
+    );
+    expect((await download(server.host)).equals(CONTENT)).toBe(true);
+  });
+
+  test("a content that is too short, too long or different is told apart", async () => {
+    await using short = faulty(
+      (request) =>
+        new Response(CONTENT.subarray(rangeStart(request), 50_000), {
+          status: rangeStart(request) > 0 ? 206 : 200,
+          headers:
+            rangeStart(request) > 0 ? { "content-range": `bytes ${rangeStart(request)}-49999/50000` } : {},
+        }),
+    );
+    const truncatedError = await rejection(download(short.host));
+    expect(truncatedError).toMatchObject({ code: "image_truncated", status: 502 });
+    expect(truncatedError.message).toContain("50000 of 60000 bytes");
+    await using long = faulty(() => new Response(Buffer.concat([CONTENT, Buffer.from("x")])));
+    expect(await rejection(download(long.host))).toMatchObject({ code: "image_digest_mismatch" });
+    const changed = Buffer.from(CONTENT);
+    changed[5] = changed[5]! ^ 1;
+    await using other = faulty(() => new Response(changed));
+    expect(await rejection(download(other.host))).toMatchObject({
+      code: "image_digest_mismatch",
+      status: 502,
+    });
+    expect(other.requests.length).toBe(1);
+  });
+
+  test("a stalled connection is given up and tried again", async () => {
+    await using server = faulty((_request, nth) =>
+      nth === 1
+        ? new Response(
+            new ReadableStream({ start: (controller) => controller.enqueue(CONTENT.subarray(0, 100)) }),
+          )
+        : new Response(CONTENT),
+    );
+    expect((await download(server.host)).equals(CONTENT)).toBe(true);
+  });
+
+  test("an abort ends at once", async () => {
+    await using server = faulty(
+      () =>
+        new Response(
+          new ReadableStream({ start: (controller) => controller.enqueue(CONTENT.subarray(0, 100)) }),
+        ),
+    );
+    const controller = new AbortController();
+    const target = join(directory, `blob-${count++}`);
+    const work = source(server.host).blob(BLOB, target, controller.signal, () =>
+      controller.abort(new Error("stop")),
+    );
+    expect((await rejection(work)).message).toBe("stop");
+  });
+
+  test("redirects are followed without the registry's credentials", async () => {
+    await using storage = faulty(() => new Response(CONTENT));
+    await using server = faulty((request) => {
+      if (request.headers.get("authorization") === null) {
+        return new Response("", { status: 401, headers: { "www-authenticate": 'Basic realm="r"' } });
+      }
+      return new Response("", { status: 307, headers: { location: `${storage.url}/store?sig=1` } });
+    });
+    const target = join(directory, `blob-${count++}`);
+    const login = { username: "u", password: "p" };
+    await source(server.host, login).blob(BLOB, target, new AbortController().signal, () => undefined);
+    expect(storage.requests.map((request) => request.headers.get("authorization"))).toEqual([null]);
+    await using loop = faulty(() => new Response("", { status: 302, headers: { location: "/again" } }));
+    expect((await rejection(download(loop.host))).message).toContain("redirects");
+  });
+});
+
+describe("manifests", () => {
+  const manifest = Buffer.from('{"schemaVersion":2}');
+  const get = (host: string, wanted = "t", login?: { username: string; password: string }) =>
+    source(host, login).manifest(wanted, new AbortController().signal);
+
+  test("busy registries are asked again after Retry-After, a bounded number of times", async () => {
+    const times: number[] = [];
+    await using server = faulty((_request, nth) => {
+      times.push(performance.now());
+      return nth < 3
+        ? new Response("", { status: nth === 1 ? 503 : 429, headers: { "retry-after": "1" } })
+        : new Response(manifest);
+    });
+    expect((await get(server.host)).digest).toBe(sha256(manifest));
+    // Retry-After of a second is cut to the policy's 300 ms.
+    expect(times[1]! - times[0]!).toBeGreaterThan(280);
+    await using down = faulty(() => new Response("<html>", { status: 500 }));
+    const error = await rejection(get(down.host));
+    expect(error).toMatchObject({ code: "image_registry_unreachable", status: 502 });
+    expect(error.message).toContain("HTTP 500");
+    expect(down.requests.length).toBe(3);
+  });
+
+  test("not found is not retried; the registry's words are kept", async () => {
+    await using server = faulty(() =>
+      Response.json({ errors: [{ code: "MANIFEST_UNKNOWN", message: "no such" }] }, { status: 404 }),
+    );
+    const error = await rejection(get(server.host));
+    expect(error).toMatchObject({ code: "image_not_found", status: 404 });
+    expect(error.message).toContain("MANIFEST_UNKNOWN: no such");
+    expect(server.requests.length).toBe(1);
+  });
+
+  test("digests are checked: the one asked for and the one the registry names", async () => {
+    await using server = faulty(
+      (request) =>
+        new Response(manifest, {
+          headers: request.url.endsWith("/t") ? { "docker-content-digest": `sha256:${"1".repeat(64)}` } : {},
+        }),
+    );
+    expect(await rejection(get(server.host))).toMatchObject({ code: "image_digest_mismatch" });
+    expect(await rejection(get(server.host, `sha256:${"2".repeat(64)}`))).toMatchObject({
+      code: "image_digest_mismatch",
+    });
+    expect((await get(server.host, sha256(manifest))).bytes.length).toBe(manifest.length);
+  });
+
+  test("token login: realm, service, scope, the password only to the token server; an expired token is renewed", async () => {
+    let issued = 0;
+    await using tokens = faulty((request) => {
+      const url = new URL(request.url);
+      if (request.headers.get("authorization") !== `Basic ${btoa("u:p:w")}`)
+        return new Response("", { status: 401 });
+      return Response.json({
+        token: `${url.searchParams.get("service")}|${url.searchParams.get("scope")}|${++issued}`,
+      });
+    });
+    let valid = 1;
+    await using server = faulty((request) => {
+      if (request.headers.get("authorization") === `Bearer svc|repository:a/b:pull|${valid}`)
+        return new Response(manifest);
+      const challenge = `Bearer realm="${tokens.url}/token",service="svc",scope="repository:a/b:pull"`;
+      return new Response("", { status: 401, headers: { "www-authenticate": challenge } });
+    });
+    const registry = source(server.host, { username: "u", password: "p:w" });
+    const signal = new AbortController().signal;
+    await registry.manifest("t", signal);
+    await registry.manifest("t", signal);
+    expect(issued).toBe(1);
+    valid = 2;
+    await registry.manifest("t", signal);
+    expect(issued).toBe(2);
+    expect(
+      server.requests.every((request) => !request.headers.get("authorization")?.startsWith("Basic")),
+    ).toBe(true);
+    expect(await rejection(get(server.host))).toMatchObject({ code: "image_unauthorized", status: 400 });
+    const wrong = get(server.host, "t", { username: "u", password: "x" });
+    expect(await rejection(wrong)).toMatchObject({ code: "image_unauthorized" });
+  });
+
+  test("HTTPS on loopback is found behind the plain port's answer", async () => {
+    await using server = faulty(
+      () => new Response("Client sent an HTTP request to an HTTPS server.\n", { status: 400 }),
+    );
+    const error = await rejection(get(server.host));
+    expect(error).toMatchObject({ code: "image_registry_unreachable" });
+    expect(error.message).toContain("it speaks HTTPS, not HTTP");
+  });
+});
+
+describe("rules", () => {
+  test.each([
+    ["localhost:5000", "loopback"],
+    ["127.0.0.1", "loopback"],
+    ["x.localhost", "loopback"],
+    ["[::1]:5000", "loopback"],
+    ["10.1.2.3:5000", "private"],
+    ["172.31.0.1", "private"],
+    ["192.168.0.1", "private"],
+    ["169.254.1.1", "private"],
+    ["[fd00::1]:1", "private"],
+    ["registry:5000", "private"],
+    ["172.32.0.1", "public"],
+    ["8.8.8.8", "public"],
+    ["127.0.0.1.example.com", "public"],
+    ["docker.io", "public"],
+    ["[2001:db8::1]", "public"],
+  ] as const)("%s is %s", (host, locality) => {
+    expect(hostLocality(host)).toBe(locality);
+  });
+
+  test("challenges", () => {
+    expect(parseChallenge('Bearer realm="https://a/t?x=1,2",service=s, scope="a b"')).toEqual({
+      scheme: "bearer",
+      parameters: { realm: "https://a/t?x=1,2", service: "s", scope: "a b" },
+    });
+    expect(parseChallenge("Basic")).toEqual({ scheme: "basic", parameters: {} });
+    expect(parseChallenge('Negotiate, Basic realm="x"')).toEqual({
+      scheme: "basic",
+      parameters: { realm: "x" },
+    });
+    expect(parseChallenge("Digest realm=x")).toBeUndefined();
+    expect(parseChallenge(null)).toBeUndefined();
+  });
+
+  test("Retry-After", () => {
+    expect(parseRetryAfter("2", 0)).toBe(2000);
+    expect(parseRetryAfter("Thu, 01 Jan 1970 00:00:10 GMT", 4000)).toBe(6000);
+    expect(parseRetryAfter("soon", 0)).toBeUndefined();
+    expect(parseRetryAfter(null, 0)).toBeUndefined();
+  });
+});
