@@ -333,6 +333,15 @@ describe("pause and resume", () => {
     expect(orchestrator.list().map((record) => record.id)).toEqual([other.id]);
   });
 
+  test("a paused sandbox is deleted with its record and its files", async () => {
+    const { id } = await orchestrator.create(request());
+    await orchestrator.pause(id);
+    await Promise.all([orchestrator.kill(id), orchestrator.kill(id)]);
+    await expect(orchestrator.kill(id)).rejects.toMatchObject({ status: 404 });
+    expect(persisted()).toEqual([]);
+    expect(existsSync(join(home, "artifacts", id))).toBeFalse();
+  });
+
   test("the answer to a call in the wrong state", async () => {
     const { id } = await orchestrator.create(request());
     await orchestrator.pause(id);
