@@ -168,5 +168,5 @@ describe.skipIf(typeof guest === "string")("memory of a real VM", () => {
     console.log(
       `capture: first ${(first.storedBytes / 2 ** 20).toFixed(1)} MiB in ${first.scanMs.toFixed(1)}+${first.writeMs.toFixed(0)} ms (longest stall of the event loop ${longestStall.toFixed(0)} ms), second ${(second.storedBytes / 2 ** 20).toFixed(1)} MiB in ${second.scanMs.toFixed(1)}+${second.writeMs.toFixed(0)} ms, clone's ${(third.storedBytes / 2 ** 20).toFixed(1)} MiB in ${third.scanMs.toFixed(1)}+${third.writeMs.toFixed(0)} ms; two restores at once: ${restoreMs.toFixed(0)} ms`,
     );
-  }, 90_000);
+  }, 180_000);
 });

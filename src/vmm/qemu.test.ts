@@ -159,7 +159,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     expect(wrong.usable).toBe(false);
     expect(wrong.reason).toContain("QEMU: ");
     expect(readdirSync(tmpdir()).filter((name) => name.startsWith("aenv-probe-"))).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 
   test("KVM is used only where a guest runs on it, and the verdict is kept", async () => {
     const probeCacheDir = join(guest.dir, "probe");
@@ -177,7 +177,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
       expect(error.remediation).toContain("auto");
     }
     expect(performance.now() - started).toBeLessThan(2000);
-  }, 60_000);
+  }, 120_000);
 
   test("outlives the server that started it; adopted, paused, saved, refused with a wrong state; a reset ends it", async () => {
     await using scope = new AsyncDisposableStack();
@@ -257,7 +257,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     expect(await driver.adopt(reference)).toBeUndefined();
     expect(existsSync(reference.controlSocketPath)).toBe(false);
     await adopted.kill();
-  }, 60_000);
+  }, 120_000);
 
   test("killed from outside: exited resolves with the signal, the socket is removed", async () => {
     await using network = await testNetwork();

@@ -161,7 +161,7 @@ export async function testNetwork(): Promise<TestNetwork> {
     throw error;
   }
   const script = `exec 3<>/dev/tcp/${GUEST_ADDRESS}/7000 && printf "$1" >&3 && IFS= read -r -t 5 line <&3 && echo "$line"`;
-  const ask = async (order = "q", timeoutMs = 20_000): Promise<GuestAnswer> => {
+  const ask = async (order = "q", timeoutMs = 60_000): Promise<GuestAnswer> => {
     const deadline = performance.now() + timeoutMs;
     for (;;) {
       const child = Bun.spawn(["nsenter", `--net=${netnsPath}`, "bash", "-c", script, "bash", order], {
