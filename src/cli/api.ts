@@ -1,21 +1,23 @@
 import { CliError } from "./command.ts";
 import { type Credentials, loadCredentials } from "./credentials.ts";
 
-/** Requests to this machine never go through a proxy of the environment. */
-export function bypassProxyForLocalhost(): void {
-  const names = ["localhost", "127.0.0.1", "::1"];
-  const present = process.env.NO_PROXY ?? process.env.no_proxy ?? "";
-  const all = [...present.split(",").filter((name) => name !== ""), ...names].join(",");
-  process.env.NO_PROXY = all;
-  process.env.no_proxy = all;
-}
-
 const REQUEST_TIMEOUT_MS = 120_000;
+const CONNECT_TIMEOUT_MS = 5_000;
+
+/** Starting or waking a sandbox on a busy host takes its time; the server bounds every part of it. */
+export const START_TIMEOUT_MS = 300_000;
 
 export interface ApiReply<Body> {
-  readonly status: number;
   readonly body: Body;
   readonly headers: Headers;
+}
+
+export interface RequestOptions {
+  readonly body?: unknown;
+  readonly timeoutMs?: number;
+  /** Without a TCP connection after this time the server counts as unreachable. */
+  readonly connectTimeoutMs?: number;
+  readonly signal?: AbortSignal;
 }
 
 interface ErrorBody {
@@ -27,100 +29,198 @@ interface ErrorBody {
 /** An answer of the server that is an error; `status` tells which. */
 export class ApiError extends CliError {
   readonly status: number;
-  constructor(status: number, message: string, hint: string | undefined) {
-    super(message, hint === undefined ? {} : { hint });
+  constructor(status: number, message: string, hint: string | undefined, cause?: unknown) {
+    super(message, { ...(hint === undefined ? {} : { hint }), ...(cause === undefined ? {} : { cause }) });
     this.name = "ApiError";
     this.status = status;
   }
 }
 
+/** No answer: nobody there, or the connection or the waiting came to an end. */
+export class UnreachableError extends CliError {
+  override readonly name = "UnreachableError";
+}
+
 function apiError(status: number, text: string): ApiError {
+  let body: ErrorBody = {};
   let message = text.trim();
-  let hint: string | undefined;
-  try {
-    const body = JSON.parse(text) as ErrorBody;
-    if (typeof body.message === "string") message = body.message;
-    if (Array.isArray(body.cause) && body.cause.length > 0) message += `: ${body.cause.join(": ")}`;
-    if (typeof body.remediation === "string") hint = body.remediation;
-  } catch {
-    // Not JSON: the raw text is the message.
+  if (message.startsWith("{")) {
+    try {
+      body = JSON.parse(message) as ErrorBody;
+    } catch {
+      body = {}; // Not JSON after all: the raw text is the message.
+    }
   }
+  if (typeof body.message === "string") message = body.message;
+  const hint = typeof body.remediation === "string" ? body.remediation : undefined;
+  const causes = Array.isArray(body.cause) ? body.cause.map(String) : [];
+  const cause = causes.reduceRight<Error | undefined>(
+    (inner, said) => new Error(said, { cause: inner }),
+    undefined,
+  );
   if (status === 401) {
+    const detail = message === "" ? "" : `: ${message.replace(/^authentication failed:? */i, "")}`;
     return new ApiError(
       401,
-      `authentication failed${message === "" ? "" : `: ${message}`}`,
-      "run: aenv auth",
+      `authentication failed${detail}`,
+      "set the server's API key with: aenv auth",
+      cause,
     );
   }
-  return new ApiError(status, `HTTP ${status}: ${message === "" ? "no message" : message}`, hint);
+  return new ApiError(status, `HTTP ${status}: ${message === "" ? "no message" : message}`, hint, cause);
+}
+
+function isLoopback(hostname: string): boolean {
+  const host = hostname.replace(/^\[|\]$/g, "");
+  return host === "localhost" || host === "::1" || /^127(\.\d+){3}$/.test(host);
+}
+
+/** Requests to this machine never go through a proxy of the environment. */
+function bypassProxy(url: URL): void {
+  if (!isLoopback(url.hostname)) return;
+  const names = new Set([url.hostname, url.hostname.replace(/^\[|\]$/g, "")]);
+  for (const variable of ["NO_PROXY", "no_proxy"]) {
+    const present = (process.env[variable] ?? "").split(",").filter((name) => name !== "");
+    process.env[variable] = [...new Set([...present, ...names])].join(",");
+  }
+}
+
+function usesProxy(url: URL): boolean {
+  const name = url.protocol === "https:" ? "https_proxy" : "http_proxy";
+  return !isLoopback(url.hostname) && (process.env[name] ?? process.env[name.toUpperCase()] ?? "") !== "";
+}
+
+/**
+ * `fetch` waits for a connection as long as for an answer. While a request has no answer, another
+ * connection to the same address is tried: when that one gets nowhere in time, neither does the request.
+ */
+class ConnectWatch implements Disposable {
+  readonly #timers: ReturnType<typeof setTimeout>[] = [];
+
+  constructor(url: URL, timeoutMs: number, unreachable: () => void) {
+    if (usesProxy(url)) return;
+    // A server that answers at once is not bothered.
+    const grace = Math.min(1_000, timeoutMs / 2);
+    this.#timers.push(
+      setTimeout(() => {
+        this.#timers.push(setTimeout(unreachable, timeoutMs - grace));
+        Bun.connect({
+          hostname: url.hostname.replace(/^\[|\]$/g, ""),
+          port: Number(url.port) || (url.protocol === "https:" ? 443 : 80),
+          socket: {
+            open: (socket) => {
+              this[Symbol.dispose]();
+              socket.end();
+            },
+            data: () => undefined,
+          },
+        }).catch(() => this[Symbol.dispose]()); // Refused: the request itself is told so.
+      }, grace),
+    );
+  }
+
+  [Symbol.dispose](): void {
+    for (const timer of this.#timers) clearTimeout(timer);
+  }
 }
 
 /** The control plane of one server. */
 export class Api {
   readonly credentials: Credentials;
+  readonly #url: URL;
 
   constructor(credentials: Credentials) {
     this.credentials = credentials;
+    this.#url = new URL(credentials.url);
+    bypassProxy(this.#url);
   }
 
   static async open(): Promise<Api> {
-    bypassProxyForLocalhost();
     return new Api(await loadCredentials());
   }
 
-  async request<Body>(
-    method: string,
-    path: string,
-    options: { readonly body?: unknown; readonly timeoutMs?: number } = {},
-  ): Promise<ApiReply<Body>> {
+  /** Errors: `ApiError` for an answer that is one, `UnreachableError` when there is no answer. */
+  async request<Body>(method: string, path: string, options: RequestOptions = {}): Promise<ApiReply<Body>> {
+    const { url, apiKey } = this.credentials;
     const timeoutMs = options.timeoutMs ?? REQUEST_TIMEOUT_MS;
+    const connectMs = options.connectTimeoutMs ?? CONNECT_TIMEOUT_MS;
+    const abort = new AbortController();
+    const timer = setTimeout(
+      () => abort.abort(new Error(`no answer within ${timeoutMs / 1000} s`)),
+      timeoutMs,
+    );
+    using _connect = new ConnectWatch(this.#url, connectMs, () =>
+      abort.abort(new Error(`no connection within ${connectMs / 1000} s`)),
+    );
     let response: Response;
     let text: string;
     try {
-      response = await fetch(`${this.credentials.url}${path}`, {
+      response = await fetch(`${url}${path}`, {
         method,
         headers: {
-          "x-api-key": this.credentials.apiKey,
+          "x-api-key": apiKey,
           ...(options.body === undefined ? {} : { "content-type": "application/json" }),
         },
         ...(options.body === undefined ? {} : { body: JSON.stringify(options.body) }),
-        signal: AbortSignal.timeout(timeoutMs),
+        // A key must not follow a redirection to where it does not belong.
+        redirect: "manual",
+        signal: options.signal === undefined ? abort.signal : AbortSignal.any([abort.signal, options.signal]),
       });
       text = await response.text();
+    } catch (error) {
+      throw new UnreachableError(`cannot reach the server at ${url}`, {
+        hint: "is it running? start it with `agentenv serve`, or set another address with `aenv auth`",
+        cause: abort.signal.aborted ? abort.signal.reason : error,
+      });
+    } finally {
+      clearTimeout(timer);
+    }
+    if (response.status >= 300 && response.status < 400) {
+      throw new ApiError(
+        response.status,
+        `HTTP ${response.status}: ${url} sends on to ${response.headers.get("location") ?? "nowhere"}`,
+        "if that is the server, set its address with `aenv auth`",
+      );
+    }
+    if (!response.ok) throw apiError(response.status, text);
+    try {
+      return {
+        body: (text.trim() === "" ? undefined : JSON.parse(text)) as Body,
+        headers: response.headers,
+      };
     } catch (cause) {
-      if (cause instanceof Error && cause.name === "TimeoutError") {
-        throw new CliError(`${this.credentials.url} did not answer within ${timeoutMs / 1000} s`, { cause });
-      }
-      throw new CliError(`cannot reach the server at ${this.credentials.url}`, {
-        hint: "is it running? start it with `agentenv serve` (or `make start`), or set another address with `aenv auth`",
+      throw new CliError(`${url} answered ${method} ${path} with something other than JSON`, {
+        hint: "is that an AgentENV server? set another address with `aenv auth`",
         cause,
       });
     }
-    if (!response.ok) throw apiError(response.status, text);
-    return {
-      status: response.status,
-      body: (text.trim() === "" ? undefined : JSON.parse(text)) as Body,
-      headers: response.headers,
-    };
   }
 
-  /** All pages of a list. */
-  async list<Item>(path: string): Promise<Item[]> {
+  /** All pages of a list; `path` may have a query. */
+  async list<Item>(path: string, options: RequestOptions = {}): Promise<Item[]> {
     const items: Item[] = [];
     let token: string | null = null;
     do {
-      const separator = path.includes("?") ? "&" : "?";
       const query: string = token === null ? "" : `&nextToken=${encodeURIComponent(token)}`;
-      const page: ApiReply<Item[]> = await this.request("GET", `${path}${separator}limit=100${query}`);
+      const page: ApiReply<Item[]> = await this.request(
+        "GET",
+        `${path}${path.includes("?") ? "&" : "?"}limit=100${query}`,
+        options,
+      );
       items.push(...page.body);
-      token = page.headers.get("x-next-token");
-    } while (token !== null);
+      const next = page.headers.get("x-next-token");
+      if (next !== null && next === token)
+        throw new CliError("the server gives the same page again and again");
+      token = next;
+    } while (token !== null && token !== "");
     return items;
   }
 
   /** A template argument: an id as it is, anything else looked up as a name. */
   async templateId(name: string): Promise<string> {
     if (/^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i.test(name)) return name;
+    // As a part of a path these would be steps, not names.
+    if (/^\.+$/.test(name)) throw new CliError(`"${name}" is no template name`, { exitCode: 2 });
     const found = await this.request<{ templateID: string }>(
       "GET",
       `/templates/aliases/${encodeURIComponent(name)}`,
@@ -133,32 +233,32 @@ export interface SandboxJson {
   readonly sandboxID: string;
   readonly templateID: string;
   readonly alias?: string;
-  readonly state: "running" | "paused";
-  readonly cpuCount: number;
-  readonly memoryMB: number;
-  readonly diskSizeMB: number;
-  readonly startedAt: string;
-  readonly endAt: string;
-  readonly envdAccessToken?: string;
+  readonly state?: "running" | "paused";
+  readonly cpuCount?: number;
+  readonly memoryMB?: number;
+  readonly diskSizeMB?: number;
+  readonly startedAt?: string;
+  readonly endAt?: string;
+  readonly envdAccessToken?: string | null;
 }
 
 export interface TemplateJson {
   readonly templateID: string;
-  readonly buildID: string;
-  readonly buildStatus: string;
-  readonly aliases: readonly string[];
-  readonly names: readonly string[];
-  readonly cpuCount: number;
-  readonly memoryMB: number;
-  readonly diskSizeMB: number;
-  readonly updatedAt: string;
+  readonly buildID?: string;
+  readonly buildStatus?: string;
+  readonly aliases?: readonly string[];
+  readonly names?: readonly string[];
+  readonly cpuCount?: number;
+  readonly memoryMB?: number;
+  readonly diskSizeMB?: number;
+  readonly updatedAt?: string;
 }
 
 export interface BuildInfoJson {
   readonly templateID: string;
   readonly buildID: string;
   readonly status: string;
-  readonly logEntries: readonly {
+  readonly logEntries?: readonly {
     readonly timestamp: string;
     readonly level: string;
     readonly message: string;

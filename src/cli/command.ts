@@ -27,12 +27,18 @@ export interface Flag {
   readonly choices?: readonly string[];
 }
 
+/** Things whose names only the server knows. */
+export type Dynamic = "sandbox" | "running-sandbox" | "paused-sandbox" | "template";
+
 export interface Argument {
   readonly name: string;
   readonly help: string;
   readonly optional?: boolean;
   /** Takes all that is left, word by word. */
   readonly rest?: boolean;
+  readonly choices?: readonly string[];
+  /** What the server is asked for when a shell completes this argument. */
+  readonly complete?: Dynamic;
 }
 
 export interface Values {
@@ -57,6 +63,8 @@ export interface Command {
   readonly arguments: readonly Argument[];
   readonly flags: readonly Flag[];
   readonly examples: readonly string[];
+  /** Works, but is shown neither in help nor among completions. */
+  readonly hidden?: boolean;
   readonly run: (invocation: Invocation) => Promise<number>;
 }
 
@@ -99,6 +107,77 @@ export function commandHelp(command: Command): string {
   return text;
 }
 
+/** Smallest number of edits between two words (insert, delete, replace). */
+function distance(a: string, b: string): number {
+  let row = Array.from({ length: b.length + 1 }, (_, i) => i);
+  for (let i = 1; i <= a.length; i++) {
+    const next = [i];
+    for (let j = 1; j <= b.length; j++) {
+      next[j] = Math.min(row[j]! + 1, next[j - 1]! + 1, row[j - 1]! + (a[i - 1] === b[j - 1] ? 0 : 1));
+    }
+    row = next;
+  }
+  return row[b.length]!;
+}
+
+/** The word that was probably meant. */
+export function nearest(word: string, known: readonly string[]): string | undefined {
+  const ranked = known
+    .map((name) => [distance(word, name), name] as const)
+    .sort(([a], [b]) => a - b)
+    .find(([edits, name]) => edits <= Math.min(2, name.length - 1));
+  return ranked?.[1];
+}
+
+/** All spellings of a flag without dashes. */
+export function flagNames(flag: Flag): string[] {
+  return [flag.name, ...(flag.hiddenAliases ?? [])];
+}
+
+/** The flag a word such as `--name`, `--name=value` or `-n` stands for. */
+export function flagOf(command: Command, word: string): Flag | undefined {
+  const name = word.split("=", 1)[0]!;
+  return command.flags.find(
+    (flag) => flagNames(flag).some((own) => name === `--${own}`) || name === `-${flag.short}`,
+  );
+}
+
+/** What `parseArgs` found wrong, in one sentence; the rest of its texts is advice for programmers. */
+function parseProblem(error: unknown, command: Command): string {
+  const text = error instanceof Error ? error.message : String(error);
+  const unknown = /^Unknown option '(-*)([^']*)'/.exec(text);
+  if (unknown !== null) {
+    const [, dashes, name] = unknown;
+    const option = `${dashes === "" ? "-" : dashes}${name}`;
+    const meant =
+      dashes === "--" ? nearest(name!, [...command.flags.map((flag) => flag.name), "help"]) : undefined;
+    return `unknown option "${option}"${meant === undefined ? "" : `, did you mean --${meant}?`}`;
+  }
+  const option = /^Option '(?:-\w, )?(--?[\w-]+)/.exec(text)?.[1];
+  if (option !== undefined && /argument (missing|is ambiguous)/.test(text))
+    return `option ${option} needs a value`;
+  if (option !== undefined && text.includes("does not take an argument"))
+    return `option ${option} takes no value`;
+  return text.split(/\n|(?<=\.) /, 1)[0]!;
+}
+
+/** Splits off what belongs to a last argument that takes all words, flags and all. */
+function splitRest(command: Command, argv: readonly string[]): { own: string[]; rest: string[] } {
+  if (!command.arguments.at(-1)?.rest) return { own: [...argv], rest: [] };
+  const fixed = command.arguments.length - 1;
+  let seen = 0;
+  let literal = false;
+  for (let i = 0; i < argv.length; i++) {
+    const word = argv[i]!;
+    if (seen >= fixed)
+      return { own: argv.slice(0, i), rest: argv.slice(word === "--" && !literal ? i + 1 : i) };
+    if (!literal && word === "--") literal = true;
+    else if (literal || !word.startsWith("-") || word === "-") seen++;
+    else if (flagOf(command, word)?.value !== undefined && !word.includes("=")) i++;
+  }
+  return { own: [...argv], rest: [] };
+}
+
 /** Splits a command's words into arguments and flags; usage errors name the command's help. */
 export function parseInvocation(command: Command, argv: readonly string[]): Invocation | "help" {
   const fail = (message: string): never => {
@@ -110,7 +189,7 @@ export function parseInvocation(command: Command, argv: readonly string[]): Invo
   const options: ParseArgsOptionsConfig = { help: { type: "boolean", short: "h" } };
   const canonical = new Map<string, string>();
   for (const flag of command.flags) {
-    for (const name of [flag.name, ...(flag.hiddenAliases ?? [])]) {
+    for (const name of flagNames(flag)) {
       canonical.set(name, flag.name);
       options[name] = {
         type: flag.value === undefined ? "boolean" : "string",
@@ -118,34 +197,12 @@ export function parseInvocation(command: Command, argv: readonly string[]): Invo
       };
     }
   }
-  // What follows the fixed arguments of a command with a rest belongs to the rest, flags and all.
-  let own = [...argv];
-  let rest: string[] = [];
-  if (command.arguments.at(-1)?.rest) {
-    const fixed = command.arguments.length - 1;
-    let seen = 0;
-    for (let i = 0; i < own.length; i++) {
-      const word = own[i]!;
-      if (seen >= fixed) {
-        rest = own.slice(word === "--" ? i + 1 : i);
-        own = own.slice(0, i);
-        break;
-      }
-      if (word === "--") continue;
-      if (!word.startsWith("-")) seen++;
-      else {
-        const flag = command.flags.find(
-          (candidate) => word === `--${candidate.name}` || word === `-${candidate.short}`,
-        );
-        if (flag?.value !== undefined) i++;
-      }
-    }
-  }
+  const { own, rest } = splitRest(command, argv);
   const values = new Map<string, string>();
   const switches = new Set<string>();
   let positionals: string[];
   try {
-    const parsed = parseArgs({ args: own, options, allowPositionals: true, strict: true, tokens: false });
+    const parsed = parseArgs({ args: own, options, allowPositionals: true, strict: true });
     positionals = [...parsed.positionals, ...rest];
     if (parsed.values.help === true) return "help";
     for (const [name, value] of Object.entries(parsed.values)) {
@@ -155,7 +212,7 @@ export function parseInvocation(command: Command, argv: readonly string[]): Invo
       else if (value === true) switches.add(flag);
     }
   } catch (error) {
-    return fail(error instanceof Error ? error.message.split("\n")[0]! : String(error));
+    return fail(parseProblem(error, command));
   }
   for (const flag of command.flags) {
     const value = values.get(flag.name);
@@ -164,10 +221,21 @@ export function parseInvocation(command: Command, argv: readonly string[]): Invo
     }
   }
   const required = command.arguments.filter((argument) => !argument.optional).length;
-  const missing = command.arguments[positionals.length];
-  if (positionals.length < required) fail(`missing argument <${missing!.name}>`);
+  if (positionals.length < required)
+    fail(`missing argument <${command.arguments[positionals.length]!.name}>`);
   if (positionals.length > command.arguments.length && !command.arguments.at(-1)?.rest) {
     fail(`unexpected argument "${positionals[command.arguments.length]}"`);
+  }
+  for (const [i, argument] of command.arguments.entries()) {
+    const given = positionals[i];
+    if (given === "") fail(`<${argument.name}> must not be empty`);
+    if (given !== undefined && argument.choices !== undefined && !argument.choices.includes(given)) {
+      fail(`<${argument.name}> must be one of ${argument.choices.join(", ")}, not "${given}"`);
+    }
+    // An id becomes part of a URL's path: what would change the path is none.
+    if (given !== undefined && argument.complete?.endsWith("sandbox") && !/^[\w-]+$/.test(given)) {
+      fail(`"${given}" is no sandbox id`);
+    }
   }
   return {
     args: positionals,

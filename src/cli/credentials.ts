@@ -2,7 +2,7 @@ import { randomBytes } from "node:crypto";
 import { mkdir, open, readFile, rename, rm } from "node:fs/promises";
 import { homedir } from "node:os";
 import { dirname, join } from "node:path";
-import { parse, stringify } from "smol-toml";
+import { parse, stringify, TomlError } from "smol-toml";
 import { CliError } from "./command.ts";
 
 export interface Credentials {
@@ -23,37 +23,68 @@ export async function loadCredentials(): Promise<Credentials> {
   try {
     text = await readFile(path, "utf8");
   } catch (cause) {
-    throw new CliError(`there are no credentials at ${path}`, { hint: "run: aenv auth", cause });
+    if ((cause as NodeJS.ErrnoException).code === "ENOENT") {
+      throw new CliError(`there are no credentials at ${path}`, { hint: "run: aenv auth" });
+    }
+    throw new CliError(`cannot read the credentials file ${path}`, { cause });
   }
   let table: Record<string, unknown>;
   try {
     table = parse(text);
-  } catch (cause) {
-    throw new CliError(`the credentials file ${path} is not valid TOML`, { hint: "run: aenv auth", cause });
+  } catch (error) {
+    // The parser's text quotes the line, and with it the key.
+    const where = error instanceof TomlError ? ` (line ${error.line}, column ${error.column})` : "";
+    throw new CliError(`the credentials file ${path} is not valid TOML${where}`, { hint: "run: aenv auth" });
   }
   const { url, api_key: apiKey } = table;
-  if (typeof url !== "string" || typeof apiKey !== "string" || !URL.canParse(url) || apiKey === "") {
+  if (typeof url !== "string" || typeof apiKey !== "string") {
     throw new CliError(`the credentials file ${path} needs the texts url and api_key`, {
       hint: "run: aenv auth",
     });
   }
+  const problem = urlProblem(url) ?? keyProblem(apiKey);
+  if (problem !== undefined) {
+    throw new CliError(`the credentials file ${path}: ${problem}`, { hint: "run: aenv auth" });
+  }
   return { url: url.replace(/\/+$/, ""), apiKey };
+}
+
+/** Why a text is no address of a server. */
+export function urlProblem(url: string): string | undefined {
+  const parsed = URL.canParse(url) ? new URL(url) : undefined;
+  if (parsed === undefined || (parsed.protocol !== "http:" && parsed.protocol !== "https:")) {
+    return `"${url}" is not an http or https URL such as http://localhost:8000`;
+  }
+  if (parsed.username !== "" || parsed.password !== "" || /[?#]/.test(url)) {
+    return "the URL must have no user, query or fragment";
+  }
+  return undefined;
+}
+
+/** Why a text is no API key. The key itself is never part of the answer. */
+export function keyProblem(apiKey: string): string | undefined {
+  if (apiKey === "") return "the API key is empty";
+  if (/^[\x21-\x7e]+$/.test(apiKey)) return undefined;
+  return "the API key has characters that no key has (spaces, control characters or letters beyond ASCII)";
 }
 
 /** Written through a temporary file that is private from its first byte. */
 export async function saveCredentials(credentials: Credentials): Promise<string> {
   const path = credentialsPath();
-  await mkdir(dirname(path), { recursive: true, mode: 0o700 });
   const temporary = `${path}.${randomBytes(6).toString("hex")}.tmp`;
-  const file = await open(temporary, "wx", 0o600);
   try {
-    await file.writeFile(`${stringify({ url: credentials.url, api_key: credentials.apiKey })}\n`);
-    await file.sync();
-    await file.close();
+    await mkdir(dirname(path), { recursive: true, mode: 0o700 });
+    const file = await open(temporary, "wx", 0o600);
+    try {
+      await file.writeFile(`${stringify({ url: credentials.url, api_key: credentials.apiKey })}\n`);
+      await file.sync();
+    } finally {
+      await file.close();
+    }
     await rename(temporary, path);
-  } catch (error) {
+  } catch (cause) {
     await rm(temporary, { force: true });
-    throw error;
+    throw new CliError(`cannot write the credentials file ${path}`, { cause });
   }
   return path;
 }

@@ -1,14 +1,9 @@
 import { errorChain } from "../lib/errors.ts";
 import { commit, version } from "../version.ts";
-import { CliError, type Command, columns, commandHelp, parseInvocation } from "./command.ts";
-import { COMMANDS } from "./commands.ts";
+import { CliError, type Command, columns, commandHelp, nearest, parseInvocation, usage } from "./command.ts";
+import { COMMANDS, SERVER_PROGRAMS } from "./commands.ts";
 
-/** Programs of the same executable that are not clients of a server. */
-const SERVER_PROGRAMS: readonly (readonly [string, string])[] = [
-  ["serve", "Run the server"],
-  ["setup", "Fetch the guest kernel and the virtual machine monitor"],
-  ["doctor", "Check this host: what is there, what is missing, how to get it"],
-];
+const VISIBLE = COMMANDS.filter((command) => command.hidden !== true);
 
 function overview(): string {
   return [
@@ -16,7 +11,7 @@ function overview(): string {
     "Usage: aenv <command> [options]\n",
     "Commands:",
     columns(
-      COMMANDS.map((command): [string, string] => [
+      VISIBLE.map((command): [string, string] => [
         command.aliases?.[0] !== undefined && !command.name.includes(" ")
           ? `${command.name}, ${command.aliases[0]}`
           : command.name,
@@ -33,85 +28,126 @@ function overview(): string {
   ].join("\n");
 }
 
+const spellings = (command: Command) => [command.name, ...(command.aliases ?? [])];
+
+/** Commands of a group such as `template`, under either of its names. */
+function groupOf(word: string | undefined): Command[] {
+  return VISIBLE.filter((command) => spellings(command).some((name) => name.startsWith(`${word} `)));
+}
+
+function groupHelp(group: readonly Command[]): string {
+  const name = group[0]!.name.split(" ")[0]!;
+  return `Usage: aenv ${name} <command> [options]\n\nCommands:\n${columns(
+    group.map((command) => [usage(command).replace("aenv ", ""), command.summary]),
+  )}`;
+}
+
 /** The command a line starts with, its longest name first. */
 function findCommand(words: readonly string[]): { command: Command; rest: string[] } | undefined {
   for (const length of [2, 1]) {
     const name = words.slice(0, length).join(" ");
-    const command = COMMANDS.find((entry) => entry.name === name || entry.aliases?.includes(name));
+    const command = COMMANDS.find((entry) => spellings(entry).includes(name));
     if (command !== undefined && words.length >= length) return { command, rest: words.slice(length) };
   }
   return undefined;
 }
 
-/** Smallest number of edits between two words (insert, delete, replace). */
-function distance(a: string, b: string): number {
-  let row = Array.from({ length: b.length + 1 }, (_, i) => i);
-  for (let i = 1; i <= a.length; i++) {
-    const next = [i];
-    for (let j = 1; j <= b.length; j++) {
-      next[j] = Math.min(row[j]! + 1, next[j - 1]! + 1, row[j - 1]! + (a[i - 1] === b[j - 1] ? 0 : 1));
-    }
-    row = next;
-  }
-  return row[b.length]!;
-}
-
-function unknownCommand(words: readonly string[]): CliError {
-  const group = COMMANDS.filter((command) => command.name.startsWith(`${words[0]} `)).map(
-    (command) => command.name,
-  );
+function unknownCommand([first, second]: readonly string[]): CliError {
+  const group = groupOf(first);
+  const fail = (message: string, meant: string | undefined, otherwise: string) =>
+    new CliError(message, { exitCode: 2, hint: meant === undefined ? otherwise : `did you mean ${meant}?` });
   if (group.length > 0) {
-    return new CliError(`${words[0]} needs one of its commands`, { exitCode: 2, hint: group.join(", ") });
+    const names = group.map((command) => command.name.split(" ")[1]!);
+    const otherwise = `its commands: ${names.join(", ")}`;
+    if (second === undefined) return fail(`${first} needs a command`, undefined, otherwise);
+    return fail(`${first} has no command "${second}"`, nearest(second, names), otherwise);
   }
   const names = [
-    ...COMMANDS.map((command) => command.name.split(" ")[0]!),
+    ...VISIBLE.flatMap(spellings).map((name) => name.split(" ")[0]!),
     ...SERVER_PROGRAMS.map(([name]) => name),
   ];
-  const nearest = names.toSorted((a, b) => distance(a, words[0]!) - distance(b, words[0]!))[0]!;
-  return new CliError(`unknown command "${words[0]}"`, {
-    exitCode: 2,
-    hint: distance(nearest, words[0]!) <= 2 ? `did you mean ${nearest}?` : "aenv --help lists the commands",
+  const what = first!.startsWith("-") ? "option" : "command";
+  return fail(
+    `unknown ${what} "${first}"`,
+    what === "command" ? nearest(first!, names) : undefined,
+    "aenv --help lists the commands",
+  );
+}
+
+const isHelp = (word: string | undefined) => word === "--help" || word === "-h";
+
+async function run(argv: readonly string[]): Promise<number> {
+  const asksHelp = argv[0] === "help" || isHelp(argv[0]);
+  const words = argv[0] === "help" ? argv.slice(1) : argv;
+  const [first, second] = words;
+  if (asksHelp && (words.length === 0 || isHelp(first))) {
+    process.stdout.write(overview());
+    return 0;
+  }
+  if (first === undefined) {
+    process.stderr.write(overview());
+    return 2;
+  }
+  if (first === "--version" || first === "-V" || first === "version") {
+    process.stdout.write(`agentenv ${version} (${commit})\n`);
+    return 0;
+  }
+  const found = findCommand(words);
+  if (found === undefined) {
+    const group = groupOf(first);
+    if (group.length > 0 && (isHelp(second) || (asksHelp && second === undefined))) {
+      process.stdout.write(groupHelp(group));
+      return 0;
+    }
+    throw unknownCommand(words);
+  }
+  const invocation = asksHelp ? "help" : parseInvocation(found.command, found.rest);
+  if (invocation === "help") {
+    process.stdout.write(commandHelp(found.command));
+    return 0;
+  }
+  return found.command.run(invocation);
+}
+
+/** Tells the user what went wrong; returns the exit status for it. */
+function report(error: unknown): number {
+  const [message, ...causes] = errorChain(error);
+  process.stderr.write(`Error: ${message}\n`);
+  for (const cause of causes) process.stderr.write(`  caused by: ${cause}\n`);
+  if (!(error instanceof CliError)) return 1;
+  if (error.hint !== undefined) process.stderr.write(`  ${error.hint}\n`);
+  return error.exitCode;
+}
+
+/** Failures that no command waits for: a standard stream that breaks, an error in a callback. */
+function installLastResorts(): void {
+  process.stdout.on("error", (error: NodeJS.ErrnoException) => {
+    // A reader that went away (`aenv list | head -1`) is no error; a command may know better.
+    if (error.code !== "EPIPE") {
+      process.exit(report(new CliError("cannot write to standard output", { cause: error })));
+    }
+    if (process.stdout.listenerCount("error") === 1) process.exit(0);
   });
+  process.stderr.on("error", () => {
+    // There is nowhere left to tell it.
+    if (process.stderr.listenerCount("error") === 1) process.exit(1);
+  });
+  const onUncaught = (error: unknown) => process.exit(report(error));
+  process.on("uncaughtException", onUncaught);
+  process.on("unhandledRejection", onUncaught);
 }
 
 /** The `aenv` command line. Resolves with the exit status. */
 export async function cliMain(argv: string[]): Promise<number> {
-  // A reader that went away (`aenv list | head -1`) is no error.
-  process.stdout.on("error", (error: NodeJS.ErrnoException) => {
-    if (error.code === "EPIPE") process.exit(0);
-    throw error;
-  });
+  installLastResorts();
+  const shell = process.env.COMPLETE;
+  if (shell !== undefined && shell !== "") {
+    const { answerCompletion } = await import("./completion.ts");
+    return answerCompletion(shell, argv);
+  }
   try {
-    const [first] = argv;
-    if (
-      first === undefined ||
-      first === "--help" ||
-      first === "-h" ||
-      (first === "help" && argv.length === 1)
-    ) {
-      (first === undefined ? process.stderr : process.stdout).write(overview());
-      return first === undefined ? 2 : 0;
-    }
-    if (first === "--version" || first === "-V" || first === "version") {
-      process.stdout.write(`agentenv ${version} (${commit})\n`);
-      return 0;
-    }
-    const found = findCommand(first === "help" ? argv.slice(1) : argv);
-    if (found === undefined) throw unknownCommand(argv);
-    const invocation = first === "help" ? "help" : parseInvocation(found.command, found.rest);
-    if (invocation === "help") {
-      process.stdout.write(commandHelp(found.command));
-      return 0;
-    }
-    return await found.command.run(invocation);
+    return await run(argv);
   } catch (error) {
-    const [message, ...causes] = errorChain(error);
-    process.stderr.write(`Error: ${message}\n`);
-    for (const cause of causes) process.stderr.write(`  caused by: ${cause}\n`);
-    if (error instanceof CliError) {
-      if (error.hint !== undefined) process.stderr.write(`  ${error.hint}\n`);
-      return error.exitCode;
-    }
-    return 1;
+    return report(error);
   }
 }

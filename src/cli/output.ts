@@ -3,81 +3,95 @@ export function wantsTable(output: string | undefined): boolean {
   return output === undefined ? process.stdout.isTTY === true : output === "table";
 }
 
-export function printJson(items: readonly unknown[]): void {
-  process.stdout.write(`${JSON.stringify(items, null, 2)}\n`);
+export function print(line: string): void {
+  process.stdout.write(`${line}\n`);
 }
 
+export function printJson(items: readonly unknown[]): void {
+  print(JSON.stringify(items, null, 2));
+}
+
+/** One line of foreign text without what would steer the terminal: control characters become spaces. */
+export function plainText(text: string): string {
+  return Bun.stripANSI(text)
+    .replace(/[\p{Cc}\u2028\u2029]+/gu, " ")
+    .trimEnd();
+}
+
+/** Columns two spaces apart under upper-case headers; a missing cell is `-`. */
 export function formatTable(
   headers: readonly string[],
-  rows: readonly (readonly (string | undefined)[])[],
+  rows: readonly (readonly (string | number | null | undefined)[])[],
 ): string {
   const cells = [headers, ...rows].map((row) =>
     headers.map((_, i) => {
-      const cell = row[i];
-      return cell === undefined || cell === "" ? "-" : cell;
+      const cell = plainText(String(row[i] ?? ""));
+      return cell === "" ? "-" : cell;
     }),
   );
-  const widths = headers.map((_, i) => Math.max(...cells.map((row) => row[i]!.length)));
-  return cells
-    .map(
-      (row) =>
-        `${row
-          .map((cell, i) => cell.padEnd(widths[i]!))
-          .join("  ")
-          .trimEnd()}\n`,
-    )
-    .join("");
+  const widths = headers.map((_, i) => Math.max(...cells.map((row) => Bun.stringWidth(row[i]!))));
+  const line = (row: readonly string[]) =>
+    row.map((cell, i) => cell + " ".repeat(widths[i]! - Bun.stringWidth(cell))).join("  ");
+  return cells.map((row) => `${line(row).trimEnd()}\n`).join("");
 }
 
 /** `2026-01-02T03:04:05.678Z` as local time, to the second. */
-export function formatTime(iso: string): string {
+export function formatTime(iso: string | undefined): string | undefined {
+  if (iso === undefined) return undefined;
   const date = new Date(iso);
   if (Number.isNaN(date.getTime())) return iso;
   const two = (value: number) => String(value).padStart(2, "0");
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
 }
 
+/** Hands bytes to a standard stream; resolves when it may take more, so a slow reader slows the sender. */
+export async function writeAll(stream: NodeJS.WriteStream, bytes: Uint8Array): Promise<void> {
+  if (!stream.write(bytes)) await new Promise<void>((resolve) => stream.once("drain", resolve));
+}
+
 /**
- * One line that tells what long work is at: rewritten in place with the elapsed time on a terminal, a
- * plain line per change elsewhere.
+ * One line that tells what long work is at: rewritten in place with the elapsed time on a terminal, plain
+ * lines elsewhere (and on a terminal that cannot rewrite a line).
  */
 export class StatusLine implements Disposable {
   readonly #stream: NodeJS.WriteStream;
   readonly #started = performance.now();
   readonly #timer: ReturnType<typeof setInterval> | undefined;
+  readonly live: boolean;
   #text = "";
   #shown = false;
 
   constructor(stream: NodeJS.WriteStream = process.stderr) {
     this.#stream = stream;
-    if (stream.isTTY) this.#timer = setInterval(() => this.#draw(), 200);
+    this.live = stream.isTTY === true && process.env.TERM !== "dumb";
+    if (this.live) this.#timer = setInterval(() => this.#draw(), 200);
   }
 
   #seconds(): string {
-    return `${((performance.now() - this.#started) / 1000).toFixed(1)} s`;
+    return `${((performance.now() - this.#started) / 1000).toFixed(1)} s`.padStart(8);
   }
 
   #draw(): void {
     if (this.#text === "") return;
     const width = Math.max(20, (this.#stream.columns ?? 80) - 1);
-    const line = `${this.#seconds().padStart(8)}  ${this.#text}`.slice(0, width);
-    this.#stream.write(`\r\x1b[2K${line}`);
+    this.#stream.write(`\r\x1b[2K${`${this.#seconds()}  ${this.#text}`.slice(0, width)}`);
     this.#shown = true;
   }
 
   /** What is being done now. */
   set(text: string): void {
-    if (text === this.#text) return;
-    this.#text = text;
-    if (this.#timer !== undefined) this.#draw();
-    else this.#stream.write(`${this.#seconds().padStart(8)}  ${text}\n`);
+    const line = plainText(text);
+    if (line === this.#text) return;
+    this.#text = line;
+    if (this.live) this.#draw();
+    else this.#stream.write(`${this.#seconds()}  ${line}\n`);
   }
 
   /** A line that stays, above the status. */
   note(text: string): void {
     this.#clear();
-    this.#stream.write(`${text}\n`);
-    if (this.#timer !== undefined) this.#draw();
+    this.#stream.write(`${this.live ? "" : `${this.#seconds()}  `}${plainText(text)}\n`);
+    if (this.live) this.#draw();
   }
 
   #clear(): void {

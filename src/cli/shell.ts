@@ -1,14 +1,18 @@
-import {
-  AgentError,
-  type AgentTarget,
-  ClientStream,
-  exitStatus,
-  type ProcessEvent,
-  serverStream,
-  unary,
-} from "./agent.ts";
-import { type Api, ApiError, type SandboxJson } from "./api.ts";
+import { AgentError, type AgentTarget, exitStatus, processEvents, unary } from "./agent.ts";
+import { type Api, ApiError, type SandboxJson, START_TIMEOUT_MS } from "./api.ts";
 import { CliError } from "./command.ts";
+import { StatusLine, writeAll } from "./output.ts";
+import {
+  encodeConnect,
+  encodeEmpty,
+  encodePath,
+  encodeResize,
+  encodeStart,
+  type ProcessEvent,
+  type TerminalSize,
+} from "./protocol.ts";
+import { ShellInput } from "./shell-input.ts";
+import { RawMode, ScreenModes } from "./terminal.ts";
 
 const KNOWN_TERMINALS = new Set([
   "xterm",
@@ -23,12 +27,38 @@ const KNOWN_TERMINALS = new Set([
   "dumb",
 ]);
 
+/** Exit status of a session that did not end by its shell. */
 const SESSION_ENDED = 130;
-const INPUT_KEEPALIVE_MS = 10_000;
-const REATTACH_DELAY_MS = 500;
-const REATTACH_TRIES = 20;
+/** A session extends its sandbox's life by this much. */
+const KEEP_SECONDS = 300;
+
+const AGENT_WAIT_MS = 30_000;
+const AGENT_PROBE_MS = 500;
+const AGENT_PROBE_PAUSE_MS = 100;
+const SHELL_START_MS = 30_000;
+
+const RESIZE_POLL_MS = 250;
+const REATTACH_PAUSE_MS = 500;
+const REATTACH_MS = 800;
+/** How long a second output stream is compared with the first. */
+const COMPARE_MS = 750;
+/** Printable keys without any output for so long make the output stream suspicious. */
+const ECHO_MS = 500;
+/** A programme that reads without echo (a password) is asked about no more often than this. */
+const SUSPECT_PAUSE_MS = 5_000;
+const WATCH_MS = 1_000;
+const PROBE_MS = 200;
+const MAX_PROBE_MS = 3_200;
+const UNHEALTHY_MS = 10_000;
 const STATE_CHECK_MS = 5_000;
+const STATE_TIMEOUT_MS = 3_000;
+/** A sandbox is shown as paused while a snapshot of it is taken, too. */
+const PAUSE_CONFIRM_MS = 1_000;
 const REFRESH_MS = 60_000;
+
+type SessionEnd =
+  | { readonly kind: "exit"; readonly code: number }
+  | { readonly kind: "paused" | "deleted" | "lost" };
 
 function sessionEnvironment(): Record<string, string> {
   const env: Record<string, string> = {};
@@ -41,253 +71,439 @@ function sessionEnvironment(): Record<string, string> {
   return env;
 }
 
-function windowSize(): { cols: number; rows: number } {
-  return { cols: process.stdout.columns ?? 80, rows: process.stdout.rows ?? 24 };
+/** Size of the local terminal now; a terminal that does not know its size has the usual one. */
+function localSize(): TerminalSize {
+  const [cols, rows] = process.stdout.getWindowSize();
+  return { cols: cols > 0 ? cols : 80, rows: rows > 0 ? rows : 24 };
 }
 
-/** Resumes the sandbox when it is paused, and gives what is needed to reach its agent. */
-export async function connectSandbox(api: Api, sandboxId: string): Promise<AgentTarget> {
+/** Resumes the sandbox when it is paused, lets it live for at least 300 s, and tells how its agent is reached. */
+async function connectSandbox(api: Api, sandboxId: string): Promise<AgentTarget> {
   const { body } = await api.request<SandboxJson>(
     "POST",
     `/sandboxes/${encodeURIComponent(sandboxId)}/connect`,
-    {
-      body: { timeout: 300 },
-    },
+    { body: { timeout: KEEP_SECONDS }, timeoutMs: START_TIMEOUT_MS },
   );
   return {
     url: api.credentials.url,
     sandboxId: body.sandboxID,
-    ...(body.envdAccessToken === undefined ? {} : { accessToken: body.envdAccessToken }),
+    ...(typeof body.envdAccessToken === "string" ? { accessToken: body.envdAccessToken } : {}),
   };
 }
 
+const probe = (target: AgentTarget, timeoutMs: number) =>
+  unary(target, "process.Process/List", encodeEmpty(), timeoutMs);
+
 /** Waits until the agent answers, at most 30 s. */
-export async function waitForAgent(target: AgentTarget): Promise<void> {
-  const deadline = performance.now() + 30_000;
+async function waitForAgent(target: AgentTarget): Promise<void> {
+  const deadline = performance.now() + AGENT_WAIT_MS;
   for (;;) {
     try {
-      await unary(target, "process.Process/List", {}, 2_000);
+      await probe(target, AGENT_PROBE_MS);
       return;
     } catch (cause) {
-      if (performance.now() >= deadline) {
-        throw new CliError(`the sandbox ${target.sandboxId} does not answer`, { cause });
+      if (!(cause instanceof AgentError)) throw cause;
+      // These do not get better by waiting.
+      const final = cause.code === "gone" || cause.code === "unauthenticated";
+      if (final || performance.now() >= deadline) {
+        throw new CliError(`the agent of sandbox ${target.sandboxId} cannot be reached`, { cause });
       }
-      await Bun.sleep(100);
+      await Bun.sleep(AGENT_PROBE_PAUSE_MS);
     }
   }
 }
 
-/** Keys to the shell: an open stream that is made again when it breaks; nothing typed is lost. */
-class InputSender {
-  readonly #target: AgentTarget;
-  readonly #pid: number;
-  readonly #abort = new AbortController();
-  readonly #queue: Uint8Array[] = [];
-  #stream: ClientStream | undefined;
-  readonly #keepalive: ReturnType<typeof setInterval>;
-
-  constructor(target: AgentTarget, pid: number) {
-    this.#target = target;
-    this.#pid = pid;
-    this.#open();
-    this.#keepalive = setInterval(() => this.#stream?.send({ keepalive: {} }), INPUT_KEEPALIVE_MS);
-  }
-
-  #open(): void {
-    if (this.#abort.signal.aborted) return;
-    const stream = new ClientStream(this.#target, "process.Process/StreamInput", this.#abort.signal);
-    this.#stream = stream;
-    stream.send({ start: { process: { pid: this.#pid } } });
-    for (const bytes of this.#queue.splice(0)) this.#sendOn(stream, bytes);
-    const again = () => {
-      if (this.#stream !== stream) return;
-      this.#stream = undefined;
-      setTimeout(() => this.#open(), 100);
-    };
-    stream.done.then(again, again);
-  }
-
-  #sendOn(stream: ClientStream, bytes: Uint8Array): void {
-    stream.send({ data: { input: { pty: Buffer.from(bytes).toString("base64") } } });
-  }
-
-  send(bytes: Uint8Array): void {
-    if (this.#stream === undefined) this.#queue.push(bytes);
-    else this.#sendOn(this.#stream, bytes);
-  }
-
-  close(): void {
-    clearInterval(this.#keepalive);
-    this.#abort.abort();
+/** `/bin/bash` when the image has it, else `/bin/sh`. */
+async function pickShell(target: AgentTarget): Promise<{ cmd: string; args: string[] }> {
+  const bash = { cmd: "/bin/bash", args: ["-i", "-l"] };
+  try {
+    await unary(target, "filesystem.Filesystem/Stat", encodePath(bash.cmd), SHELL_START_MS);
+    return bash;
+  } catch (error) {
+    if (error instanceof AgentError && error.code === "not_found") return { cmd: "/bin/sh", args: ["-l"] };
+    throw error;
   }
 }
 
-type SessionEnd =
-  | { readonly kind: "exit"; readonly code: number }
-  | { readonly kind: "paused" | "deleted" | "lost" };
-
-/** An interactive shell on the local terminal; resolves with the exit status for this process. */
-export async function attachShell(api: Api, target: AgentTarget): Promise<number> {
-  if (process.stdin.isTTY !== true || process.stdout.isTTY !== true) {
-    throw new CliError("a shell needs a terminal on standard input and output", {
-      hint: `run a command with: aenv exec ${target.sandboxId} COMMAND`,
-    });
+/** An interactive shell in a sandbox on the local terminal; resolves with this program's exit status. */
+export async function openShell(api: Api, sandboxId: string): Promise<number> {
+  let target: AgentTarget;
+  let shell: { cmd: string; args: string[] };
+  {
+    using status = new StatusLine();
+    if (status.live) status.set(`connecting to sandbox ${sandboxId}`);
+    target = await connectSandbox(api, sandboxId);
+    await waitForAgent(target);
+    shell = await pickShell(target);
   }
-  const end = await runSession(api, target);
+  const end = await new Session(api, target).run(shell);
   const notice = (text: string) => process.stderr.write(`\r\x1b[2K${text}\n`);
   switch (end.kind) {
     case "exit":
-      notice(`Shell ended. The sandbox still runs; come back with: aenv cn ${target.sandboxId}`);
+      notice(`The shell has ended, the sandbox has not. Come back with: aenv cn ${target.sandboxId}`);
       return end.code;
     case "paused":
       notice(`The sandbox was paused. Resume it with: aenv resume ${target.sandboxId}`);
       return SESSION_ENDED;
     case "deleted":
-      notice("The sandbox was deleted.");
+      notice(`The sandbox ${target.sandboxId} was deleted.`);
       return SESSION_ENDED;
     case "lost":
-      notice(`The connection to the sandbox was lost. Try: aenv cn ${target.sandboxId}`);
+      notice(`The connection to the sandbox was lost. Try again with: aenv cn ${target.sandboxId}`);
       return SESSION_ENDED;
   }
 }
 
-async function sandboxState(
-  api: Api,
-  sandboxId: string,
-): Promise<"running" | "paused" | "deleted" | "unknown"> {
-  try {
-    return (await api.request<SandboxJson>("GET", `/sandboxes/${sandboxId}`, { timeoutMs: 3_000 })).body
-      .state;
-  } catch (error) {
-    if (error instanceof ApiError && error.status === 404) return "deleted";
-    return "unknown";
+/** Events of the remote shell over one connection. */
+class EventStream {
+  readonly #abort = new AbortController();
+  readonly #events: AsyncGenerator<ProcessEvent>;
+  #unread: ProcessEvent | undefined;
+
+  constructor(
+    target: AgentTarget,
+    method: "process.Process/Start" | "process.Process/Connect",
+    message: Uint8Array,
+  ) {
+    this.#events = processEvents(target, method, message, this.#abort.signal);
+  }
+
+  /**
+   * The next event; undefined after the last one. A connection that broke or was closed is an AgentError.
+   * `timeoutMs` is a limit for this event.
+   */
+  async next(timeoutMs?: number): Promise<ProcessEvent | undefined> {
+    const early = this.#unread;
+    if (early !== undefined) {
+      this.#unread = undefined;
+      return early;
+    }
+    const timer =
+      timeoutMs === undefined
+        ? undefined
+        : setTimeout(() => this.#abort.abort(new Error(`nothing came within ${timeoutMs} ms`)), timeoutMs);
+    try {
+      const { value, done } = await this.#events.next();
+      return done === true ? undefined : value;
+    } finally {
+      clearTimeout(timer);
+    }
+  }
+
+  /** Gives an event back: `next` returns it again. */
+  unread(event: ProcessEvent): void {
+    this.#unread = event;
+  }
+
+  close(): void {
+    this.#abort.abort(new Error("closed"));
   }
 }
 
-async function runSession(api: Api, target: AgentTarget): Promise<SessionEnd> {
-  const abort = new AbortController();
-  let pid: number | undefined;
-  let input: InputSender | undefined;
-  let active = true;
-  let over: SessionEnd | undefined;
+/** One remote shell from its start to its end, over as many connections as it takes. */
+class Session {
+  readonly #api: Api;
+  readonly #target: AgentTarget;
+  readonly #modes = new ScreenModes();
+  readonly #outcome = Promise.withResolvers<SessionEnd>();
+  readonly #cleanup = new DisposableStack();
+  #over = false;
+  #pid = 0;
+  #input: ShellInput | undefined;
+  #main: EventStream | undefined;
+  /** A second stream that is compared with the main one. */
+  #second: EventStream | undefined;
+  #heardAt = performance.now();
+  #unhealthyMs = 0;
+  #active = false;
+  /** Since when printable keys wait for any output. */
+  #echoSince: number | undefined;
+  #suspectedAt = Number.NEGATIVE_INFINITY;
 
-  const onKeys = (bytes: Buffer) => {
-    active = true;
-    input?.send(bytes);
-  };
-  const onResize = () => {
-    if (pid === undefined) return;
-    const update = { process: { pid }, pty: { size: windowSize() } };
-    // A resize that fails is made up for by the next one.
-    unary(target, "process.Process/Update", update, 2_000).catch(() => undefined);
-  };
-  const check = setInterval(async () => {
-    const state = await sandboxState(api, target.sandboxId);
-    if (state !== "paused" && state !== "deleted") return;
-    over = { kind: state };
-    abort.abort();
-  }, STATE_CHECK_MS);
-  const refresh = setInterval(() => {
-    if (!active) return;
-    active = false;
-    api
-      .request("POST", `/sandboxes/${target.sandboxId}/refreshes`, { body: { duration: 300 } })
-      .catch(() => undefined); // The state check tells what is wrong.
-  }, REFRESH_MS);
+  constructor(api: Api, target: AgentTarget) {
+    this.#api = api;
+    this.#target = target;
+  }
 
-  const consume = async (events: AsyncGenerator<ProcessEvent>): Promise<SessionEnd | undefined> => {
-    for await (const { event } of events) {
-      if (event?.start !== undefined && pid === undefined) {
-        pid = event.start.pid;
-        process.stdin.setRawMode(true);
-        process.stdin.resume();
-        process.stdin.on("data", onKeys);
-        process.stdout.on("resize", onResize);
-        input = new InputSender(target, pid);
-      }
-      if (event?.data?.pty !== undefined) {
-        active = true;
-        const bytes = Buffer.from(event.data.pty, "base64");
-        if (!process.stdout.write(bytes))
-          await new Promise((resolve) => process.stdout.once("drain", resolve));
-      }
-      if (event?.end !== undefined) return { kind: "exit", code: exitStatus(event.end) };
+  async run(shell: { readonly cmd: string; readonly args: readonly string[] }): Promise<SessionEnd> {
+    const size = localSize();
+    this.#main = new EventStream(
+      this.#target,
+      "process.Process/Start",
+      encodeStart({ ...shell, envs: sessionEnvironment(), pty: size }),
+    );
+    try {
+      const first = await this.#main.next(SHELL_START_MS);
+      if (first?.kind !== "start") throw new CliError("the shell did not start");
+      this.#pid = first.pid;
+      this.#begin(size);
+      this.#follow().then(
+        (end) => this.#outcome.resolve(end),
+        (error: unknown) => this.#outcome.reject(error),
+      );
+      return await this.#outcome.promise;
+    } finally {
+      this.#over = true;
+      this.#main?.close();
+      this.#second?.close();
+      this.#cleanup.dispose();
     }
-    return undefined;
-  };
+  }
 
-  try {
-    let lastError: unknown;
-    for (const shell of ["/bin/bash", "/bin/sh"]) {
+  /** Takes the terminal over and starts whatever runs beside the output. */
+  #begin(size: TerminalSize): void {
+    const { stdin } = process;
+    const cleanup = this.#cleanup;
+    cleanup.use(new RawMode(this.#modes));
+    const input = new ShellInput(this.#target, this.#pid, {
+      pause: () => stdin.pause(),
+      resume: () => {
+        if (!this.#over) stdin.resume();
+      },
+    });
+    this.#input = input;
+    cleanup.defer(() => input.close());
+    const onKeys = (bytes: Buffer) => this.#onKeys(bytes);
+    // The local terminal is gone; so will we be.
+    const onEnd = () => this.#outcome.resolve({ kind: "lost" });
+    stdin.on("data", onKeys);
+    stdin.on("end", onEnd);
+    stdin.resume();
+    cleanup.defer(() => {
+      stdin.off("data", onKeys);
+      stdin.off("end", onEnd);
+      stdin.pause();
+    });
+    const every = (ms: number, action: () => void) => {
+      const timer = setInterval(action, ms);
+      cleanup.defer(() => clearInterval(timer));
+    };
+    this.#followSize(size, every);
+    every(ECHO_MS / 2, () => this.#checkEcho());
+    let watching = false;
+    every(WATCH_MS, () => {
+      if (watching) return;
+      watching = true;
+      this.#watchAgent().then(
+        () => {
+          watching = false;
+        },
+        (error: unknown) => this.#outcome.reject(error),
+      );
+    });
+    every(STATE_CHECK_MS, () => {
+      this.#ended().then(
+        (end) => {
+          if (end !== undefined) this.#outcome.resolve(end);
+        },
+        (error: unknown) => this.#outcome.reject(error),
+      );
+    });
+    every(REFRESH_MS, () => this.#refresh());
+  }
+
+  #onKeys(bytes: Buffer): void {
+    this.#active = true;
+    this.#input?.send(Buffer.from(bytes));
+    // Control keys and escape sequences need not show anything.
+    if (bytes[0]! >= 0x20 && bytes[0] !== 0x7f) this.#echoSince ??= performance.now();
+  }
+
+  #followSize(started: TerminalSize, every: (ms: number, action: () => void) => void): void {
+    let told = started;
+    let telling = false;
+    every(RESIZE_POLL_MS, () => {
+      const size = localSize();
+      if (telling || (size.cols === told.cols && size.rows === told.rows)) return;
+      telling = true;
+      const done = (): void => {
+        telling = false;
+      };
+      // One that fails is tried again with the next look at the size.
+      unary(this.#target, "process.Process/Update", encodeResize(this.#pid, size), 2_000)
+        .then(() => {
+          told = size;
+        })
+        .then(done, done);
+    });
+  }
+
+  #refresh(): void {
+    if (!this.#active) return;
+    this.#active = false;
+    this.#api
+      .request("POST", `/sandboxes/${this.#target.sandboxId}/refreshes`, { body: { duration: KEEP_SECONDS } })
+      .catch(() => {
+        this.#active = true; // Tried again in a minute; the state check tells when something is wrong.
+      });
+  }
+
+  // ---- output ----
+
+  async #follow(): Promise<SessionEnd> {
+    for (;;) {
+      const end = await this.#read(this.#main!);
+      if (end !== undefined || this.#over) return end ?? { kind: "lost" };
+      if (this.#second !== undefined) {
+        this.#main = this.#second;
+        this.#second = undefined;
+        continue;
+      }
+      const failed = await this.#reattach();
+      if (failed !== undefined) return failed;
+    }
+  }
+
+  /** Shows what a stream brings until it ends; undefined when it broke. */
+  async #read(stream: EventStream): Promise<SessionEnd | undefined> {
+    for (;;) {
+      let event: ProcessEvent | undefined;
       try {
-        const started = serverStream<ProcessEvent>(
-          target,
-          "process.Process/Start",
-          {
-            process: {
-              cmd: shell,
-              args: shell === "/bin/bash" ? ["-i", "-l"] : ["-l"],
-              envs: sessionEnvironment(),
-            },
-            pty: { size: windowSize() },
-          },
-          abort.signal,
-        );
-        const result = await consume(started);
-        // A shell that is not in the image ends at once with 126 or 127.
-        if (
-          result?.kind === "exit" &&
-          (result.code === 126 || result.code === 127) &&
-          shell === "/bin/bash"
-        ) {
-          if (pid !== undefined) {
-            process.stdin.off("data", onKeys);
-            input?.close();
-            pid = undefined;
-          }
-          continue;
-        }
-        if (result !== undefined) return result;
-        break;
+        event = await stream.next();
       } catch (error) {
-        lastError = error;
-        if (pid !== undefined || abort.signal.aborted) break;
-        const noShell = error instanceof AgentError && error.code === "invalid_argument";
-        if (!noShell) throw error;
+        if (!(error instanceof AgentError)) throw error;
       }
+      if (event === undefined) return undefined;
+      this.#heard();
+      if (event.kind === "end") return { kind: "exit", code: exitStatus(event.end) };
+      if (event.kind !== "pty") continue;
+      // The main stream works: what the second one brings is the same again.
+      this.#dropSecond();
+      await this.#show(event.bytes);
     }
-    if (pid === undefined) {
-      if (over !== undefined) return over;
-      throw new CliError("there is no shell in this sandbox's image", { cause: lastError });
-    }
-    // The output stream broke: attach again to the same shell.
-    for (let attempt = 0; attempt < REATTACH_TRIES && over === undefined; attempt++) {
-      await Bun.sleep(REATTACH_DELAY_MS);
-      const state = await sandboxState(api, target.sandboxId);
-      if (state === "paused" || state === "deleted") return { kind: state };
+  }
+
+  async #show(bytes: Uint8Array): Promise<void> {
+    this.#active = true;
+    this.#echoSince = undefined;
+    this.#modes.observe(bytes);
+    await writeAll(process.stdout, bytes);
+  }
+
+  #heard(): void {
+    this.#heardAt = performance.now();
+    this.#unhealthyMs = 0;
+  }
+
+  /** The output stream broke: attach to the same shell again. Resolves with undefined when that is done. */
+  async #reattach(): Promise<SessionEnd | undefined> {
+    while (!this.#over) {
+      const end = await this.#ended();
+      if (end !== undefined) return end;
+      await Bun.sleep(REATTACH_PAUSE_MS);
       try {
-        const again = serverStream<ProcessEvent>(
-          target,
-          "process.Process/Connect",
-          { process: { pid } },
-          abort.signal,
-        );
-        const result = await consume(again);
-        if (result !== undefined) return result;
-        attempt = 0;
+        const stream = await this.#connect();
+        this.#main = stream;
+        return undefined;
       } catch (error) {
-        if (error instanceof AgentError && error.code === "not_found") return { kind: "lost" };
+        if (!(error instanceof AgentError)) throw error;
+        // Nobody knows the shell any more: the sandbox was started anew, or it ended long ago.
+        if (error.code === "not_found") return { kind: "lost" };
       }
     }
-    return over ?? { kind: "lost" };
-  } finally {
-    clearInterval(check);
-    clearInterval(refresh);
-    abort.abort();
-    input?.close();
-    process.stdin.off("data", onKeys);
-    process.stdout.off("resize", onResize);
-    if (process.stdin.isTTY) process.stdin.setRawMode(false);
-    process.stdin.pause();
+    return { kind: "lost" };
+  }
+
+  /** Another stream of the same shell's events. */
+  async #connect(): Promise<EventStream> {
+    const stream = new EventStream(this.#target, "process.Process/Connect", encodeConnect(this.#pid));
+    const first = await stream.next(REATTACH_MS);
+    if (first?.kind !== "start")
+      throw new AgentError("unavailable", "no answer from the shell's event stream");
+    this.#heard();
+    return stream;
+  }
+
+  /** Keys that show nothing: either nothing is to be shown, or the output goes nowhere. */
+  #checkEcho(): void {
+    const now = performance.now();
+    if (this.#echoSince === undefined || now - this.#echoSince < ECHO_MS) return;
+    if (this.#second !== undefined || now - this.#suspectedAt < SUSPECT_PAUSE_MS) return;
+    this.#echoSince = undefined;
+    this.#suspectedAt = now;
+    this.#compare().catch((error: unknown) => {
+      // No second stream to be had: the watch over the agent decides what that means.
+      if (!(error instanceof AgentError)) this.#outcome.reject(error);
+    });
+  }
+
+  /**
+   * Opens a second stream. What only that one brings, for a while, tells that the main one is dead, and it
+   * takes its place with all it brought: nothing is lost or shown twice.
+   */
+  async #compare(): Promise<void> {
+    const main = this.#main;
+    const second = await this.#connect();
+    if (this.#over || this.#main !== main || this.#second !== undefined) {
+      second.close();
+      return;
+    }
+    this.#second = second;
+    const drop = () => {
+      if (this.#second === second) this.#dropSecond();
+    };
+    const nothingCame = setTimeout(drop, COMPARE_MS);
+    try {
+      let event: ProcessEvent | undefined;
+      do event = await second.next();
+      while (event?.kind === "keepalive");
+      if (event === undefined) return drop();
+      second.unread(event);
+      setTimeout(() => {
+        // Closing it sends the reader of the main stream to the second one.
+        if (this.#second === second) main?.close();
+      }, COMPARE_MS);
+    } catch (error) {
+      drop();
+      throw error;
+    } finally {
+      clearTimeout(nothingCame);
+    }
+  }
+
+  #dropSecond(): void {
+    this.#second?.close();
+    this.#second = undefined;
+  }
+
+  // ---- the sandbox's health ----
+
+  /** How the session has ended when its sandbox is paused or gone; undefined while it runs. */
+  async #ended(): Promise<SessionEnd | undefined> {
+    const state = await this.#state();
+    if (state === "deleted") return { kind: "deleted" };
+    if (state !== "paused") return undefined;
+    await Bun.sleep(PAUSE_CONFIRM_MS);
+    const again = await this.#state();
+    return again === "paused" || again === "deleted" ? { kind: again } : undefined;
+  }
+
+  async #state(): Promise<"running" | "paused" | "deleted" | "unknown"> {
+    try {
+      const { body } = await this.#api.request<SandboxJson>("GET", `/sandboxes/${this.#target.sandboxId}`, {
+        timeoutMs: STATE_TIMEOUT_MS,
+      });
+      return body.state ?? "unknown";
+    } catch (error) {
+      if (!(error instanceof CliError)) throw error;
+      return error instanceof ApiError && error.status === 404 ? "deleted" : "unknown";
+    }
+  }
+
+  /** Every second without a sign of life the agent is asked for one; ten seconds in vain end the session. */
+  async #watchAgent(): Promise<void> {
+    if (performance.now() - this.#heardAt < WATCH_MS) return;
+    const asked = performance.now();
+    try {
+      // A far server may need longer than a near one: the patience grows while there is no answer.
+      await probe(this.#target, Math.min(MAX_PROBE_MS, Math.max(PROBE_MS, this.#unhealthyMs)));
+      this.#heard();
+    } catch (error) {
+      if (!(error instanceof AgentError)) throw error;
+      if (this.#heardAt > asked) return;
+      // Counted from probe to probe: time in which this process was stopped is nobody's fault.
+      this.#unhealthyMs += Math.min(WATCH_MS + MAX_PROBE_MS, performance.now() - asked + WATCH_MS);
+      if (this.#unhealthyMs >= UNHEALTHY_MS) this.#outcome.resolve({ kind: "lost" });
+    }
   }
 }

@@ -1,0 +1,179 @@
+import { Api, ApiError, type BuildInfoJson, UnreachableError } from "./api.ts";
+import { CliError, type Invocation } from "./command.ts";
+import { print, StatusLine } from "./output.ts";
+import { SignalHandler, signalStatus } from "./signals.ts";
+
+const MAX_SECONDS = 2_147_483_647;
+const LOG_PAGE = 100;
+
+export interface WatchPace {
+  readonly pollMs: number;
+  /** Pauses between attempts to reach a server that does not answer; after the last one it is given up. */
+  readonly retryDelaysMs: readonly number[];
+}
+
+const PACE: WatchPace = { pollMs: 1_000, retryDelaysMs: [500, 1_000, 2_000, 4_000, 5_000, 5_000, 5_000] };
+
+/** True for what may be over in a moment: a restart of the server, a busy gateway. */
+function isPassing(error: unknown): error is CliError {
+  if (error instanceof UnreachableError) return true;
+  return error instanceof ApiError && [429, 500, 502, 503, 504].includes(error.status);
+}
+
+/** Sleeps, less when the signal comes first. */
+async function pause(ms: number, signal: AbortSignal): Promise<void> {
+  if (signal.aborted) return;
+  const { promise, resolve } = Promise.withResolvers<void>();
+  const timer = setTimeout(resolve, ms);
+  const wake = () => resolve();
+  signal.addEventListener("abort", wake, { once: true });
+  await promise;
+  clearTimeout(timer);
+  signal.removeEventListener("abort", wake);
+}
+
+/**
+ * Follows a build to its end: its log above, its state and the elapsed time on one line. The build is the
+ * server's and goes on whatever happens here; Ctrl-C (status 130) and the deadline end only the watching.
+ */
+export async function followBuild(
+  api: Api,
+  templateId: string,
+  buildId: string,
+  options: { readonly timeoutSeconds?: number; readonly pace?: WatchPace } = {},
+): Promise<number> {
+  const { pollMs, retryDelaysMs } = options.pace ?? PACE;
+  const hint = `watch it with: aenv template watch ${templateId}`;
+  const deadline =
+    options.timeoutSeconds === undefined
+      ? Number.POSITIVE_INFINITY
+      : performance.now() + options.timeoutSeconds * 1000;
+  const stopped = new AbortController();
+  using _interrupt = new SignalHandler(["SIGINT"], () => stopped.abort());
+  using status = new StatusLine();
+  const url = `/templates/${encodeURIComponent(templateId)}/builds/${encodeURIComponent(buildId)}/status`;
+  let offset = 0;
+  let failures = 0;
+  let doing = "";
+  for (;;) {
+    if (stopped.signal.aborted) {
+      status[Symbol.dispose]();
+      process.stderr.write(
+        `Stopped watching; the build goes on. ${hint[0]!.toUpperCase()}${hint.slice(1)}\n`,
+      );
+      return signalStatus("SIGINT");
+    }
+    const leftMs = deadline - performance.now();
+    if (leftMs <= 0) {
+      throw new CliError(`the build did not end within ${options.timeoutSeconds} s; it goes on`, { hint });
+    }
+    let info: BuildInfoJson;
+    try {
+      const reply = await api.request<BuildInfoJson>("GET", `${url}?logsOffset=${offset}&limit=${LOG_PAGE}`, {
+        signal: stopped.signal,
+        timeoutMs: 30_000,
+      });
+      info = reply.body;
+      failures = 0;
+    } catch (error) {
+      if (stopped.signal.aborted) continue;
+      if (!isPassing(error)) throw error;
+      const delay = retryDelaysMs[failures++];
+      if (delay === undefined) {
+        throw new CliError("lost the server while watching the build, which may go on without it", {
+          hint,
+          cause: error,
+        });
+      }
+      status.set(`${error.message}; trying again`);
+      await pause(Math.min(delay, leftMs), stopped.signal);
+      continue;
+    }
+    if (info.templateID !== templateId || info.buildID !== buildId) {
+      throw new CliError(`the server answered for build ${info.buildID} of template ${info.templateID}`);
+    }
+    const entries = info.logEntries ?? [];
+    offset += entries.length;
+    for (const entry of entries) {
+      if (entry.level === "debug") continue;
+      const problem = entry.level !== "info";
+      if (!problem) doing = entry.message;
+      if (problem || !status.live) status.note(problem ? `${entry.level}: ${entry.message}` : entry.message);
+    }
+    status.set(`Build status: ${info.status}${status.live && doing !== "" ? ` - ${doing}` : ""}`);
+    // The log may have more than one page: read on before believing the end.
+    if (entries.length >= LOG_PAGE) continue;
+    if (info.status === "ready") {
+      status[Symbol.dispose]();
+      print(`Template ${templateId} is ready.`);
+      return 0;
+    }
+    if (info.status === "error") {
+      const step = info.reason?.step === undefined ? "" : ` (step: ${info.reason.step})`;
+      throw new CliError(`Build failed: ${info.reason?.message ?? "no reason given"}${step}`);
+    }
+    await pause(Math.min(pollMs, Math.max(0, deadline - performance.now())), stopped.signal);
+  }
+}
+
+/** `registry:5000/org/app:1.2@sha256:…` is named `app`. */
+export function templateNameOf(image: string): string {
+  const last = image.split("@")[0]!.split("/").at(-1)!;
+  return last.split(":")[0]!;
+}
+
+/** `aenv pull`. */
+export async function pull({ args, flags }: Invocation): Promise<number> {
+  const image = args[0]!;
+  const usage = (message: string) =>
+    new CliError(message, { exitCode: 2, hint: "aenv pull --help tells more" });
+  const probe = flags.integer("probe", 1, 65_535);
+  if (probe !== undefined && flags.has("ready-cmd"))
+    throw usage("--probe and --ready-cmd exclude each other");
+  if (flags.has("detach") && flags.has("timeout")) throw usage("--detach and --timeout exclude each other");
+  const name = flags.text("name") ?? templateNameOf(image);
+  if (name === "")
+    throw usage(`no template name can be made from the image "${image}": give one with --name`);
+  const cpuCount = flags.integer("cpu", 1, 1024);
+  const memoryMB = flags.integer("memory", 128, 4_194_304);
+  const readyCmd =
+    probe === undefined ? flags.text("ready-cmd") : `bash -c 'exec 3<>/dev/tcp/127.0.0.1/${probe}'`;
+  const startCmd = flags.text("start-cmd");
+  const timeoutSeconds = flags.integer("timeout", 1, MAX_SECONDS);
+  const api = await Api.open();
+  const { body } = await api.request<{ templateID: string; buildID: string }>("POST", "/v3/templates", {
+    body: {
+      name,
+      ...(cpuCount === undefined ? {} : { cpuCount }),
+      ...(memoryMB === undefined ? {} : { memoryMB }),
+    },
+  });
+  const { templateID, buildID } = body;
+  await api.request("POST", `/v2/templates/${templateID}/builds/${buildID}`, {
+    body: {
+      fromImage: image,
+      ...(startCmd === undefined ? {} : { startCmd }),
+      ...(readyCmd === undefined ? {} : { readyCmd }),
+    },
+  });
+  print(`Created template ${templateID} (build ${buildID})`);
+  if (flags.has("detach")) {
+    print("Build started.");
+    print(`Watch it with: aenv template watch ${templateID}`);
+    return 0;
+  }
+  return followBuild(api, templateID, buildID, timeoutSeconds === undefined ? {} : { timeoutSeconds });
+}
+
+/** `aenv template watch`. */
+export async function watchTemplate({ args }: Invocation): Promise<number> {
+  const api = await Api.open();
+  const templateId = await api.templateId(args[0]!);
+  const { body } = await api.request<{ builds: { buildID: string }[] }>(
+    "GET",
+    `/templates/${encodeURIComponent(templateId)}`,
+  );
+  const newest = body.builds[0];
+  if (newest === undefined) throw new CliError(`template ${templateId} has no build`);
+  return followBuild(api, templateId, newest.buildID);
+}

@@ -1,0 +1,195 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { spawn } from "node:child_process";
+import { createHash } from "node:crypto";
+import { existsSync } from "node:fs";
+import { join } from "node:path";
+import { CliRig, noGuest } from "../../tests/support/cli-rig.ts";
+import { exitStatus } from "./agent.ts";
+
+if (noGuest !== undefined) console.warn(`skipped: aenv exec: ${noGuest}`);
+
+describe.skipIf(noGuest !== undefined)("aenv exec", () => {
+  let rig: CliRig;
+  let id: string;
+
+  beforeAll(async () => {
+    rig = await CliRig.start();
+    await rig.guest();
+    id = rig.sandbox();
+  });
+  afterAll(() => rig[Symbol.asyncDispose]());
+
+  test("output, error output and exit status are the command's", async () => {
+    const run = await rig.aenv(["exec", id, "--", "sh", "-c", "echo to-out; echo to-err >&2; exit 7"]);
+    expect(run).toEqual({ out: "to-out\n", err: "to-err\n", code: 7 });
+  });
+
+  test("words are passed as they are", async () => {
+    const words = ["printf", "%s|", "a b", "", "--help", "-d", "ä", "*", "--", "$HOME", "a\nb"];
+    expect(await rig.aenv(["exec", id, ...words])).toEqual({
+      code: 0,
+      err: "",
+      out: "a b||--help|-d|ä|*|--|$HOME|a\nb|",
+    });
+    expect((await rig.aenv(["exec", id, "--", "-no-such-program"])).code).toBe(127);
+  });
+
+  test("a signal shows as 128 + its number", async () => {
+    for (const [signal, code] of [
+      ["KILL", 137],
+      ["TERM", 143],
+      ["USR1", 138],
+    ] as const) {
+      expect((await rig.aenv(["exec", id, "--", "sh", "-c", `kill -${signal} $$`])).code).toBe(code);
+    }
+    expect(
+      exitStatus({ exitCode: -1, exited: false, status: "signal: segmentation fault (core dumped)" }),
+    ).toBe(139);
+    expect(exitStatus({ exitCode: -1, exited: false, status: "signal: signal 40" })).toBe(168);
+    expect(exitStatus({ exitCode: -1, exited: false, status: "" })).toBe(255);
+    expect(exitStatus({ exitCode: 256 + 3, exited: true, status: "" })).toBe(3);
+  });
+
+  test("a command that is not there, a directory and an account that do not exist", async () => {
+    const unknown = await rig.aenv(["exec", id, "no-such-program"]);
+    expect(unknown.code).toBe(127);
+    expect(unknown.err).toContain("no-such-program");
+    const cwd = await rig.aenv(["exec", "--cwd", "/no/such/dir", id, "true"]);
+    expect(cwd).toMatchObject({ code: 1, out: "" });
+    expect(cwd.err).toContain("/no/such/dir");
+    const user = await rig.aenv(["exec", "--user", "nobody-such", id, "true"]);
+    expect(user.code).toBe(1);
+    expect(user.err).toContain("nobody-such");
+  });
+
+  test("bytes arrive exactly, many of them, in order", async () => {
+    const bytes = 24 * 1024 * 1024;
+    const child = rig.spawn([
+      "exec",
+      id,
+      "sh",
+      "-c",
+      `head -c ${bytes} /dev/urandom | tee sum.bin; sha256sum sum.bin >&2`,
+    ]);
+    const hash = createHash("sha256");
+    let seen = 0;
+    const read = (async () => {
+      for await (const chunk of child.stdout) {
+        hash.update(chunk);
+        seen += chunk.length;
+      }
+    })();
+    const err = await new Response(child.stderr).text();
+    await read;
+    expect(await child.exited).toBe(0);
+    expect(seen).toBe(bytes);
+    expect(err.split(" ")[0]).toBe(hash.digest("hex"));
+  });
+
+  test("all 256 byte values, no newline at the end", async () => {
+    const child = rig.spawn([
+      "exec",
+      id,
+      "sh",
+      "-c",
+      'for i in $(seq 0 255); do printf "\\\\$(printf %o $i)"; done',
+    ]);
+    const out = Buffer.from(await new Response(child.stdout).arrayBuffer());
+    expect([...out]).toEqual(Array.from({ length: 256 }, (_, i) => i));
+    expect(await child.exited).toBe(0);
+  });
+
+  test("output comes as it is written, not at the end", async () => {
+    const child = rig.spawn(["exec", id, "sh", "-c", "echo first; read x < go; echo second"]);
+    const fifo = join(rig.dir, "home/go");
+    Bun.spawnSync(["mkfifo", fifo]);
+    const reader = child.stdout.getReader();
+    const first = await reader.read();
+    expect(Buffer.from(first.value!).toString()).toBe("first\n");
+    await Bun.write(Bun.file(fifo), "x\n");
+    const second = await reader.read();
+    expect(Buffer.from(second.value!).toString()).toBe("second\n");
+    expect(await child.exited).toBe(0);
+  });
+
+  test("a slow reader slows the command; memory stays flat", async () => {
+    const bytes = 200_000_000;
+    const written = join(rig.dir, "home/written");
+    const [program, ...args] = rig.command([
+      "exec",
+      id,
+      "sh",
+      "-c",
+      `head -c ${bytes} /dev/zero; touch written`,
+    ]);
+    // Not Bun.spawn: that one reads a pipe whether somebody wants the data or not.
+    const child = spawn(program!, args, { env: rig.env(), stdio: ["ignore", "pipe", "inherit"] });
+    const ended = new Promise<number | null>((resolve) => child.on("close", resolve));
+    await new Promise((resolve) => child.stdout.once("readable", resolve));
+    await Bun.sleep(1_000);
+    expect(existsSync(written)).toBe(false);
+    const peak = /VmHWM:\s+(\d+) kB/.exec(await Bun.file(`/proc/${child.pid}/status`).text());
+    expect(Number(peak?.[1])).toBeLessThan(250_000);
+    let seen = 0;
+    child.stdout.on("data", (chunk: Buffer) => {
+      seen += chunk.length;
+    });
+    expect(await ended).toBe(0);
+    expect(seen).toBe(bytes);
+    expect(existsSync(written)).toBe(true);
+  }, 60_000);
+
+  test("whoever stops reading or interrupts ends the command in the sandbox", async () => {
+    rig.installCommand();
+    const piped = Bun.spawn(
+      [
+        "bash",
+        "-c",
+        'aenv exec "$1" sh -c "echo \\$\\$ > pid1; exec yes" | head -1; echo "${PIPESTATUS[0]}"',
+        "-",
+        id,
+      ],
+      { env: rig.env(), stdout: "pipe", stderr: "pipe" },
+    );
+    expect(await new Response(piped.stdout).text()).toBe("y\n141\n");
+    expect(await new Response(piped.stderr).text()).toBe("");
+
+    const child = rig.spawn(["exec", id, "sh", "-c", "echo $$ > pid2; echo ready; exec sleep 60"]);
+    await child.stdout.getReader().read();
+    child.kill("SIGINT");
+    expect(await child.exited).toBe(130);
+    for (const name of ["pid1", "pid2"]) {
+      const pid = (await Bun.file(join(rig.dir, "home", name)).text()).trim();
+      for (let i = 0; i < 50 && existsSync(`/proc/${pid}`); i++) await Bun.sleep(20);
+      expect(existsSync(`/proc/${pid}`)).toBe(false);
+    }
+  });
+
+  test("standard input is empty and the caller's is left alone", async () => {
+    const run = await rig.aenv(["exec", id, "cat"], { stdin: "not for you\n" });
+    expect(run).toEqual({ code: 0, out: "", err: "" });
+  });
+
+  test("a sandbox that is paused, unknown or goes away", async () => {
+    const paused = rig.sandbox({ state: "paused" });
+    const run = await rig.aenv(["exec", paused, "true"]);
+    expect(run).toEqual({
+      code: 1,
+      out: "",
+      err: `Error: sandbox ${paused} is paused\n  resume it with: aenv resume ${paused}\n`,
+    });
+    const unknown = await rig.aenv(["exec", "01234567-89ab-7def-8123-456789abcdef", "true"]);
+    expect(unknown.code).toBe(1);
+    expect(unknown.err).toContain("HTTP 404: sandbox 01234567-89ab-7def-8123-456789abcdef was not found");
+
+    const other = rig.sandbox();
+    const child = rig.spawn(["exec", other, "sh", "-c", "echo up; exec sleep 60"]);
+    await child.stdout.getReader().read();
+    rig.records.delete(other);
+    rig.cut(other);
+    expect(await child.exited).toBe(1);
+    expect(await new Response(child.stderr).text()).toStartWith(
+      "Error: the connection to the sandbox was cut\n",
+    );
+  });
+});

@@ -1,0 +1,261 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { CliRig, noGuest, type OnTerminal } from "../../tests/support/cli-rig.ts";
+import { ScreenModes } from "./terminal.ts";
+
+if (noGuest !== undefined) console.warn(`skipped: shells of aenv connect and start: ${noGuest}`);
+
+/** Runs `aenv ARGS` between two looks at the terminal's settings; `[rc N same]` tells the outcome. */
+const around = (args: string) =>
+  `before=$(stty -g); aenv ${args}; rc=$?; after=$(stty -g); [ "$before" = "$after" ] && s=same || s=changed; echo "[rc $rc $s]"`;
+
+describe.skipIf(noGuest !== undefined)("an attached shell", () => {
+  let rig: CliRig;
+
+  beforeAll(async () => {
+    rig = await CliRig.start();
+    await rig.guest();
+    await Bun.write(`${rig.dir}/home/.profile`, "PS1='guest> '\nHISTFILE=\n");
+  });
+  afterAll(() => rig[Symbol.asyncDispose]());
+
+  const connect = async (id: string, env: Record<string, string> = {}): Promise<OnTerminal> => {
+    const terminal = rig.terminal(around(`connect ${id}`), env);
+    await terminal.shows("guest> ");
+    return terminal;
+  };
+
+  test("prompt, commands, exit status, hint; the terminal is as before", async () => {
+    const id = rig.sandbox();
+    const terminal = await connect(id);
+    terminal.type("echo $((6 * 7))-typed\r");
+    await terminal.shows("42-typed\r\n");
+    terminal.type("exit 37\r");
+    await terminal.shows("[rc 37 same]");
+    expect(terminal.screen()).toContain(`Come back with: aenv cn ${id}\r\n`);
+    expect(await terminal.exited).toBe(0);
+  });
+
+  test("127 as the last status does not start another shell", async () => {
+    const terminal = await connect(rig.sandbox());
+    terminal.type("no-such-program; exit\r");
+    await terminal.shows("[rc 127 same]");
+  });
+
+  test("Ctrl-C, Ctrl-Z and Ctrl-D go to the remote shell", async () => {
+    const terminal = await connect(rig.sandbox());
+    terminal.type("sleep 60\r");
+    await terminal.shows("sleep 60\r\n");
+    await Bun.sleep(200);
+    terminal.type("\x03");
+    await terminal.shows("^C");
+    terminal.type("echo status=$?\r");
+    await terminal.shows("status=130\r\n");
+    terminal.type("sleep 60\r");
+    await Bun.sleep(300);
+    terminal.type("\x1a");
+    await terminal.shows(/Stopped .*sleep 60/);
+    terminal.type("kill %1; wait\r");
+    await Bun.sleep(200);
+    terminal.type("\x04");
+    await terminal.shows(/\[rc \d+ same\]/);
+  });
+
+  test("size at the start and after a change", async () => {
+    const terminal = await connect(rig.sandbox());
+    terminal.type("stty size\r");
+    await terminal.shows("24 80\r\n");
+    terminal.resize(133, 51);
+    await Bun.sleep(700);
+    terminal.type("stty size\r");
+    await terminal.shows("51 133\r\n");
+    terminal.type("exit\r");
+    await terminal.shows("[rc 0 same]");
+  });
+
+  test("environment: what describes the terminal, nothing else", async () => {
+    const terminal = await connect(rig.sandbox(), {
+      TERM: "xterm-kitty",
+      COLORTERM: "truecolor",
+      SECRET: "x",
+    });
+    terminal.type('echo "<$TERM|$COLORTERM|$LANG|$SECRET>"\r');
+    await terminal.shows("<xterm-256color|truecolor|C.UTF-8|>\r\n");
+    terminal.type("exit\r");
+    await terminal.shows("[rc 0 same]");
+  });
+
+  test("much output and a long paste arrive whole", async () => {
+    const terminal = await connect(rig.sandbox());
+    terminal.type("stty -echo -icanon; head -c 60000 | sha256sum; stty echo icanon\r");
+    await Bun.sleep(400);
+    const paste = Array.from({ length: 1000 }, (_, i) => `${String(i).padStart(58, "é")}|\n`).join("");
+    const bytes = Buffer.from(paste).subarray(0, 60_000);
+    terminal.type(bytes.toString());
+    await Bun.sleep(300);
+    terminal.type("x".repeat(200));
+    await terminal.shows(/[0-9a-f]{64} {2}-/, 15_000);
+    terminal.type("\r");
+    terminal.type("seq 1 60000 | sha256sum; seq 1 60000\r");
+    await terminal.shows("\r\n60000\r\n", 20_000);
+    const lines = terminal.screen().split("\r\n");
+    const first = lines.indexOf("1");
+    expect(lines.slice(first, first + 60_000)).toEqual(
+      Array.from({ length: 60_000 }, (_, i) => String(i + 1)),
+    );
+    terminal.type("exit\r");
+    await terminal.shows("[rc 0 same]");
+  }, 60_000);
+
+  test("a paused sandbox is resumed; its shell ends with 130 when it is paused again", async () => {
+    const id = rig.sandbox({ state: "paused" });
+    const terminal = await connect(id);
+    expect(rig.records.get(id)?.state).toBe("running");
+    // A full-screen program is on: its modes must not stay behind.
+    terminal.type("printf '\\033[?1049h\\033[?2004h\\033[?25l'; sleep 60\r");
+    await terminal.shows("\x1b[?25l");
+    expect((await rig.aenv(["pause", id])).code).toBe(0);
+    await terminal.shows("[rc 130 same]");
+    expect(terminal.screen()).toContain(`The sandbox was paused. Resume it with: aenv resume ${id}`);
+    expect(terminal.screen()).toContain("\x1b[?1049l");
+    expect(terminal.screen().lastIndexOf("\x1b[?25h")).toBeGreaterThan(
+      terminal.screen().lastIndexOf("\x1b[?25l"),
+    );
+  });
+
+  test("deleted during the session", async () => {
+    const id = rig.sandbox();
+    const terminal = await connect(id);
+    expect((await rig.aenv(["delete", id])).code).toBe(0);
+    await terminal.shows("[rc 130 same]");
+    expect(terminal.screen()).toContain(`The sandbox ${id} was deleted.`);
+  });
+
+  test("a broken connection is made again, to the same shell", async () => {
+    const id = rig.sandbox();
+    const terminal = await connect(id);
+    terminal.type("marker=kept-$((1 + 1))\r");
+    await Bun.sleep(200);
+    rig.cut(id);
+    await Bun.sleep(900);
+    terminal.type("echo $marker\r");
+    await terminal.shows("kept-2\r\n");
+    // Keys typed while nothing answers are not lost.
+    await rig.silence();
+    await Bun.sleep(300);
+    terminal.type("echo after-$marker\r");
+    await Bun.sleep(500);
+    rig.listen();
+    await terminal.shows("after-kept-2\r\n", 15_000);
+    terminal.type("exit 5\r");
+    await terminal.shows("[rc 5 same]");
+  });
+
+  test("a server that stays away ends the session after ten seconds", async () => {
+    const id = rig.sandbox();
+    const terminal = await connect(id);
+    await rig.silence();
+    try {
+      const from = performance.now();
+      await terminal.shows("[rc 130 same]", 30_000);
+      expect(performance.now() - from).toBeGreaterThan(8_000);
+      expect(terminal.screen()).toContain(
+        `The connection to the sandbox was lost. Try again with: aenv cn ${id}`,
+      );
+    } finally {
+      rig.listen();
+    }
+  }, 40_000);
+
+  for (const [signal, code] of [
+    ["SIGTERM", 143],
+    ["SIGHUP", 129],
+    ["SIGINT", 130],
+  ] as const) {
+    test(`the terminal is as before after ${signal}`, async () => {
+      const terminal = await connect(rig.sandbox());
+      terminal.type("printf '\\033[?1049h'\r");
+      await terminal.shows("\x1b[?1049h");
+      process.kill(await terminal.aenvPid(), signal);
+      await terminal.shows(`[rc ${code} same]`);
+      expect(terminal.screen()).toContain("\x1b[?1049l");
+    });
+  }
+
+  test("stopped and continued, the terminal is raw again", async () => {
+    const terminal = await connect(rig.sandbox());
+    const pid = await terminal.aenvPid();
+    process.kill(pid, "SIGSTOP");
+    await Bun.sleep(100);
+    Bun.spawnSync(["stty", "-F", await ttyOf(pid), "sane"]);
+    process.kill(pid, "SIGCONT");
+    await Bun.sleep(300);
+    terminal.type("\x03");
+    await terminal.shows("^C");
+    await Bun.sleep(200); // An interrupt throws away what was typed just after it.
+    terminal.type("echo still-$((40 + 2))\r");
+    await terminal.shows("still-42\r\n");
+    terminal.type("exit\r");
+    await terminal.shows(/\[rc \d+ same\]/);
+  });
+
+  test("start opens a shell in a new sandbox", async () => {
+    const terminal = rig.terminal(around("start debian --timeout 900"));
+    await terminal.shows("guest> ");
+    const id = /Started sandbox ([0-9a-f-]{36})\r\n/.exec(terminal.screen())?.[1] ?? "";
+    expect(rig.records.get(id)?.timeoutSeconds).toBe(900);
+    terminal.type("exit 3\r");
+    await terminal.shows("[rc 3 same]");
+  });
+
+  test("without a terminal nothing is started or resumed", async () => {
+    const id = rig.sandbox({ state: "paused" });
+    const before = rig.records.size;
+    const connected = await rig.aenv(["connect", id]);
+    expect(connected.code).toBe(2);
+    expect(connected.err).toBe(
+      `Error: a shell needs a terminal on standard input and output\n  run a command with: aenv exec ${id} COMMAND\n`,
+    );
+    expect(rig.records.get(id)?.state).toBe("paused");
+    const started = await rig.aenv(["start", "debian"]);
+    expect(started.code).toBe(2);
+    expect(started.err).toContain("--detach");
+    expect(rig.records.size).toBe(before);
+  });
+
+  test("a sandbox that is not there", async () => {
+    const terminal = rig.terminal(around("cn 01234567-89ab-7def-8123-456789abcdef"));
+    await terminal.shows("[rc 1 same]");
+    expect(terminal.screen()).toContain(
+      "Error: HTTP 404: sandbox 01234567-89ab-7def-8123-456789abcdef was not found",
+    );
+  });
+});
+
+async function ttyOf(pid: number): Promise<string> {
+  const { readlink } = await import("node:fs/promises");
+  return readlink(`/proc/${pid}/fd/0`);
+}
+
+describe("modes that remote programs leave behind", () => {
+  const observe = (...chunks: string[]) => {
+    const modes = new ScreenModes();
+    for (const chunk of chunks) modes.observe(Buffer.from(chunk));
+    return modes.undo();
+  };
+
+  test("only what is on is undone", () => {
+    expect(observe("plain \x1b[31mred\x1b[0m")).toBe("");
+    expect(observe("\x1b[?1049h\x1b[?1049l")).toBe("");
+    expect(observe("\x1b[?1049;1006h")).toBe("\x1b[?1049l\x1b[?1006l\x1b[0m");
+    expect(observe("\x1b[?25l")).toBe("\x1b[?25h\x1b[0m");
+    expect(observe("\x1b[?1h")).toBe("");
+  });
+
+  test("a sequence may be cut at any place", () => {
+    const text = "abc\x1b[?1049hdef\x1b[?2004h\x1b[?2004lghi";
+    for (let at = 0; at <= text.length; at++) {
+      expect(observe(text.slice(0, at), text.slice(at))).toBe("\x1b[?1049l\x1b[0m");
+    }
+    expect(observe(...text)).toBe("\x1b[?1049l\x1b[0m");
+  });
+});
