@@ -10,8 +10,8 @@
 #include "users.h"
 #include "util.h"
 
-// 0.5.15 until everything of the protocol page is there (loopback port exposure is not yet).
-#define ENVD_VERSION "0.5.15"
+// The protocol version that is served; clients decide by it what they may ask for.
+#define ENVD_VERSION "0.6.13"
 #define AGENT_PORT 49983
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -44,6 +44,7 @@ typedef struct agent {
   struct proc *procs;
   struct job *jobs;
   struct watcher *watchers;
+  struct ports *ports; // NULL: loopback services are not exposed
   unsigned njobs, nprocs, nwatchers;
   uint64_t cpu_busy, cpu_total; // /proc/stat at the last /metrics
 } agent;
@@ -181,6 +182,13 @@ void rpc_remove_watcher(call *k);
 void watchers_close(agent *ag);
 void files_handle(conn *c);   // GET, HEAD and POST /files
 void files_compose(conn *c);  // POST /files/compose
+
+// ---- port.c ------------------------------------------------------------------------------------
+
+// Exposes loopback-only services under addr. 0, -EINVAL (no IPv4 address) or -ENOMEM.
+int ports_start(agent *ag, const char *addr);
+void ports_drop(agent *ag); // cuts the connections carried now
+void ports_close(agent *ag);
 
 // ---- init_guest.c ------------------------------------------------------------------------------
 

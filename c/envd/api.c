@@ -349,7 +349,10 @@ static const char *apply_init(agent *ag, const jval *j, conn *c, bool restoring)
     bool changed = ag->lifecycle && strcmp(ag->lifecycle, v[5]->s);
     complain("lifecycleID", set_str(&ag->lifecycle, v[5]->s));
     // Peers of an earlier life of this VM will never speak again.
-    if (changed && c) http_drop_others(&ag->http, c);
+    if (changed && c) {
+      http_drop_others(&ag->http, c);
+      ports_drop(ag);
+    }
   }
   if (!restoring) save_state(ag);
   return NULL;

@@ -237,7 +237,7 @@ static int set_addr(int s, unsigned long req, const char *name, struct in_addr a
   return ioctl(s, req, &r) ? -errno : 0;
 }
 
-// "ADDRESS/PREFIX[,GATEWAY]" onto eth0. 0, or -errno; -EINVAL when malformed.
+// "ADDRESS/PREFIX[,GATEWAY]" onto eth0; leaves the bare address in spec. 0, or -errno; -EINVAL when malformed.
 static int configure_eth0(int s, char *spec) {
   struct in_addr addr, gw = {0}, mask;
   char *comma = strchr(spec, ','), *slash = strchr(spec, '/');
@@ -317,7 +317,7 @@ static void write_etc(bootwords *w) {
 
 // ---- supervision -------------------------------------------------------------------------------
 
-static pid_t start_agent(int self, int state) {
+static pid_t start_agent(int self, int state, const char *ip) {
   pid_t pid = fork();
   if (pid) return pid;
   sigset_t none;
@@ -331,7 +331,7 @@ static pid_t start_agent(int self, int state) {
   snprintf(fd, sizeof fd, "%d", state);
   if (fcntl(state, F_SETFD, 0)) warn("state", -errno);
   char *argv[] = {"envd",       "--port",     port,         "--guest", "--trust-if", "eth0",
-                  "--state-fd", fd, "--cgroup", (char *)user_cgroup, NULL};
+                  "--state-fd", fd, "--cgroup", (char *)user_cgroup, *ip ? "--expose" : NULL, (char *)ip, NULL};
   char *envp[] = {"PATH=" DEFAULT_PATH, "HOME=/", NULL};
   syscall(SYS_execveat, self, "", argv, envp, AT_EMPTY_PATH);
   warn("starting the agent", -errno);
@@ -385,7 +385,7 @@ int guest_init(void) {
   sigset_t set;
   sigfillset(&set);
   sigprocmask(SIG_SETMASK, &set, NULL);
-  pid_t agent_pid = start_agent(self, state);
+  pid_t agent_pid = start_agent(self, state, w.ip);
   int64_t started = mono_ms();
   for (;;) {
     siginfo_t si;
@@ -397,7 +397,7 @@ int guest_init(void) {
       struct timespec wait = {left > 0 ? left / 1000 : 0, left > 0 ? left % 1000 * 1000000 : 0};
       sig = sigtimedwait(&set, &si, &wait);
       if (mono_ms() >= started + 1000) {
-        agent_pid = start_agent(self, state);
+        agent_pid = start_agent(self, state, w.ip);
         started = mono_ms();
       }
     }

@@ -17,12 +17,13 @@
 
 static const char usage[] =
     "usage: envd [--addr IPV4] [--port N] [--root DIR] [--cgroup DIR | --no-cgroup] [--trust-if NAME]\n"
-    "            [--state-fd N] [--guest] [--version]\n"
+    "            [--expose IPV4] [--state-fd N] [--guest] [--version]\n"
     "  --addr      listen address (default 0.0.0.0)\n"
     "  --port      listen port (default 49983, 0 = any free one; printed when ready)\n"
     "  --root      prefix of /etc/passwd, /etc/group and /run/e2b (default none)\n"
     "  --cgroup    cgroup v2 directory that commands are put into\n"
     "  --trust-if  interface whose peers may call /init without the token (default: any but own addresses)\n"
+    "  --expose    address under which services that listen on loopback only become reachable (default none)\n"
     "  --state-fd  inherited descriptor that keeps the settings when the agent restarts\n"
     "  --guest     may set clock, hostname and entropy of this machine\n";
 
@@ -42,7 +43,7 @@ static int bad_usage(const char *what) {
   return 2;
 }
 
-static int parse_args(agent *ag, int argc, char **argv, int *port, const char **addr, bool *cgroup) {
+static int parse_args(agent *ag, int argc, char **argv, int *port, const char **addr, const char **expose, bool *cgroup) {
   for (int i = 1; i < argc; i++) {
     const char *o = argv[i];
     uint64_t v;
@@ -68,6 +69,8 @@ static int parse_args(agent *ag, int argc, char **argv, int *port, const char **
       i++;
     } else if (!strcmp(o, "--addr")) {
       *addr = argv[++i];
+    } else if (!strcmp(o, "--expose")) {
+      *expose = argv[++i];
     } else if (!strcmp(o, "--root")) {
       ag->root = argv[++i];
     } else if (!strcmp(o, "--cgroup")) {
@@ -105,9 +108,9 @@ static int run_agent(int argc, char **argv) {
   ag->root = "";
   ag->state_fd = ag->cgroup_fd = ag->signals.fd = -1;
   int port = AGENT_PORT;
-  const char *addr = "0.0.0.0";
+  const char *addr = "0.0.0.0", *expose = NULL;
   bool cgroup = true;
-  int rc = parse_args(ag, argc, argv, &port, &addr, &cgroup);
+  int rc = parse_args(ag, argc, argv, &port, &addr, &expose, &cgroup);
   if (rc) {
     free(ag);
     return rc;
@@ -140,6 +143,7 @@ static int run_agent(int argc, char **argv) {
     rc = http_listen(&ag->http, &ag->loop, addr, port);
     if (rc) fprintf(stderr, "aenv: agent: cannot listen on %s:%d: %s\n", addr, port, strerror(-rc));
   }
+  if (!rc && expose) rc = ports_start(ag, expose);
   if (!rc) {
     struct timespec up;
     clock_gettime(CLOCK_BOOTTIME, &up);
@@ -149,6 +153,7 @@ static int run_agent(int argc, char **argv) {
     rc = loop_run(&ag->loop);
     procs_close(ag);
     watchers_close(ag);
+    ports_close(ag);
     http_close(&ag->http);
   }
   if (rc) fprintf(stderr, "aenv: agent: %s\n", strerror(-rc));

@@ -25,24 +25,31 @@ const PASSWD = [
 ].join("\n");
 const GROUP = ["root:x:0:", "user:x:54321:", "extra:x:54400:other,user", "more:x:54401:user", ""].join("\n");
 
-export async function startAgent(args: readonly string[] = []): Promise<Agent> {
+/** `wrapper` gives words to put in front of the command; later options win over the harness's own. */
+export async function startAgent(
+  args: readonly string[] = [],
+  wrapper: (dir: string) => readonly string[] = () => [],
+): Promise<Agent> {
   if (!existsSync(BINARY)) throw new Error(`${BINARY} is missing: run make build/envd, or set AENV_ENVD`);
   const dir = mkdtempSync("/tmp/guest-agent-");
   const home = join(dir, "home/user");
   await Bun.$`mkdir -p ${join(dir, "etc")} ${home} && chown 54321:54321 ${home} && chmod 755 ${dir}`;
   writeFileSync(join(dir, "etc/passwd"), PASSWD.replace("HOME", home));
   writeFileSync(join(dir, "etc/group"), GROUP);
-  const child = Bun.spawn([BINARY, "--addr", "127.0.0.1", "--port", "0", "--root", dir, ...args], {
-    stdin: "ignore",
-    stdout: "pipe",
-    stderr: Bun.file(join(dir, "stderr.log")),
-    env: {
-      PATH: "/usr/local/bin:/usr/bin:/bin",
-      SECRET_OF_HOST: "leak",
-      // for a sanitizer build: freed memory is not kept for long, so that the memory tests mean something
-      ASAN_OPTIONS: "quarantine_size_mb=1:thread_local_quarantine_size_kb=64",
+  const child = Bun.spawn(
+    [...wrapper(dir), BINARY, "--addr", "127.0.0.1", "--port", "0", "--root", dir, ...args],
+    {
+      stdin: "ignore",
+      stdout: "pipe",
+      stderr: Bun.file(join(dir, "stderr.log")),
+      env: {
+        PATH: "/usr/local/bin:/usr/bin:/bin",
+        SECRET_OF_HOST: "leak",
+        // for a sanitizer build: freed memory is not kept for long, so that the memory tests mean something
+        ASAN_OPTIONS: "quarantine_size_mb=1:thread_local_quarantine_size_kb=64",
+      },
     },
-  });
+  );
   const errors = () => Bun.file(join(dir, "stderr.log")).text();
   let line = "";
   for await (const chunk of child.stdout) {

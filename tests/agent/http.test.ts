@@ -201,7 +201,7 @@ test("settings by /init", async () => {
     const r = await fetch(`${a.url}/envs`, { headers: token ? { "x-access-token": token } : {} });
     return { status: r.status, body: (await r.json()) as Record<string, string> };
   };
-  expect(await init("")).toEqual({ status: 204, text: "", version: "0.5.15", cache: "no-store" });
+  expect(await init("")).toEqual({ status: 204, text: "", version: "0.6.13", cache: "no-store" });
   for (const bad of [
     "{",
     "[]",
