@@ -11,6 +11,7 @@ import { commitInSlices } from "./commit.ts";
 import { openLayerTar } from "./decompress.ts";
 import { applyTar } from "./ext4-helper.ts";
 import { digestMismatch, diskFault } from "./faults.ts";
+import { hashFile } from "./hash.ts";
 
 /**
  * Named in every cache key. Raise the number whenever the same input would give other bytes: a change of
@@ -48,16 +49,6 @@ export function uuidFromText(text: string): string {
   bytes[8] = (bytes[8]! & 0x3f) | 0x80;
   const hex = bytes.toString("hex");
   return [hex.slice(0, 8), hex.slice(8, 12), hex.slice(12, 16), hex.slice(16, 20), hex.slice(20)].join("-");
-}
-
-/** `sha256:<hex>` of a file, read in pieces. */
-export async function fileDigest(path: string, signal: AbortSignal): Promise<string> {
-  const hasher = new Bun.CryptoHasher("sha256");
-  for await (const chunk of Bun.file(path).stream()) {
-    signal.throwIfAborted();
-    hasher.update(chunk);
-  }
-  return `sha256:${hasher.digest("hex")}`;
 }
 
 /** Passes the tar through and checks it against the diff id at its end. */
@@ -160,7 +151,7 @@ export async function convertLayer(
       signal,
     });
     const target = committed.file;
-    const digest = await fileDigest(target, signal);
+    const digest = await hashFile(target, signal);
     const { size } = await stat(target);
     const layer = await deps.cache.publishCommit(target, digest, size);
     report(conversion.layerBytes);

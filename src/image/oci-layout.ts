@@ -2,6 +2,7 @@ import { copyFile, readFile, stat } from "node:fs/promises";
 import { join } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import { digestMismatch, diskFault, truncated } from "./faults.ts";
+import { hashFile } from "./hash.ts";
 import { type IndexEntry, parseManifest } from "./manifest.ts";
 import { formatLayout, type LayoutReference } from "./reference.ts";
 import { type FetchedManifest, type ImageSource, MAX_MANIFEST_BYTES, sha256Digest } from "./source.ts";
@@ -88,15 +89,7 @@ export function createLayoutSource(layout: LayoutReference): ImageSource {
       await copyFile(source, target).catch((error: unknown) => {
         throw diskFault(error, `copying ${descriptor.digest}`);
       });
-      const hasher = new Bun.CryptoHasher("sha256");
-      let done = 0;
-      for await (const chunk of Bun.file(target).stream()) {
-        signal.throwIfAborted();
-        hasher.update(chunk);
-        done += chunk.length;
-        onProgress(done);
-      }
-      const found = `sha256:${hasher.digest("hex")}`;
+      const found = await hashFile(target, signal, onProgress);
       if (found !== descriptor.digest)
         throw digestMismatch(reference, `blob ${descriptor.digest}`, descriptor.digest, found);
     },
