@@ -37,7 +37,7 @@ suite() { # name, timeout seconds, bun test arguments
 filter=${AENV_TEST_FILTER:-}
 mapfile -t unit < <(find src ffi scripts tests -name '*.test.ts' -not -path 'tests/e2e/*' -not -path 'tests/rig/*' | grep -F -- "$filter" | sort)
 mapfile -t e2e < <(find tests/e2e -name '*.test.ts' | grep -F -- "$filter" | sort)
-((${#unit[@]} == 0)) || suite unit 900 --parallel=2 "${unit[@]/#/./}"
+((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timeout 30000 "${unit[@]/#/./}"
 ((${#e2e[@]} == 0)) || suite e2e 1200 --timeout 180000 "${e2e[@]/#/./}"
 
 printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"

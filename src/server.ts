@@ -228,6 +228,8 @@ async function startNode(config: NodeConfig, log: Logger) {
     apiKeyPath: apiKey.path,
     async stop() {
       await front.stop(STOP_GRACE_MS);
+      // Builds first: they hold sandboxes and devices of their own.
+      await templates[Symbol.asyncDispose]();
       await orchestrator.shutdown();
       await blockd.client.shutdown();
       await owned.disposeAsync();
