@@ -326,6 +326,8 @@ class RegistrySource implements ImageSource {
         remediation: "check name and tag; a private image may also need credentials",
       });
     }
+    // A range behind the end: what is stored there is shorter than the manifest says.
+    if (status === 416) return new Transient("the registry has no more than what arrived");
     if (status === 429 || status >= 500 || status === 408) {
       return new Transient(`HTTP ${status}${said}`, { retryAfterMs });
     }
