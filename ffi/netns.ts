@@ -4,10 +4,13 @@ import { AenvError } from "../src/lib/errors.ts";
 import { check, errnoName } from "./errno.ts";
 import { bindShim } from "./lib.ts";
 
-/** Bindings of c/shim/netns.h. */
+/** Bindings of c/shim/netns.h and c/shim/netfilter.h. */
 const shim = bindShim({
-  aenv_net_slot_create: { args: ["ptr", "ptr", "ptr"], returns: "i32" },
+  aenv_net_slot_create: { args: ["ptr", "ptr", "ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_slot_destroy: { args: ["ptr", "ptr", "u32"], returns: "i32" },
+  aenv_net_rules: { args: ["ptr", "ptr", "u32"], returns: "i32" },
+  aenv_net_forget_flows: { args: ["u32"], returns: "i32" },
+  aenv_nf_original_destination: { args: ["i32", "ptr"], returns: "i32" },
   aenv_net_group_devices: { args: ["u32", "ptr", "u32"], returns: "i32" },
 });
 
@@ -36,7 +39,7 @@ function cString(text: string): Buffer {
   return Buffer.from(`${text}\0`);
 }
 
-async function report(fd: number, what: string): Promise<void> {
+async function report(fd: number, what: string): Promise<number> {
   const bytes = Buffer.from(new ArrayBuffer(REPORT_BYTES));
   try {
     for (let filled = 0; filled < REPORT_BYTES; ) {
@@ -48,7 +51,7 @@ async function report(fd: number, what: string): Promise<void> {
     await closeAsync(fd);
   }
   const result = bytes.readInt32LE(0);
-  if (result >= 0) return;
+  if (result >= 0) return result;
   const step = bytes.subarray(4, bytes.indexOf(0, 4)).toString();
   const name = errnoName(-result);
   throw new AenvError({
@@ -57,11 +60,15 @@ async function report(fd: number, what: string): Promise<void> {
   });
 }
 
-/** Makes a slot's namespace, veth pair and tap; on an error nothing of it is left. Does not block. */
+/**
+ * Makes a slot's namespace with the firewall rules of `rules` (a finished nf_tables batch), its veth pair and
+ * tap; on an error nothing of it is left. Does not block.
+ */
 export async function netSlotCreate(
   netnsPath: string,
   hostDevice: string,
   slot: NetSlotParameters,
+  rules: Uint8Array,
 ): Promise<void> {
   const packed = new Uint32Array(
     Uint32Array.of(
@@ -80,7 +87,10 @@ export async function netSlotCreate(
     ).buffer,
   );
   const what = `network slot ${hostDevice}`;
-  const fd = check(shim.aenv_net_slot_create(cString(netnsPath), cString(hostDevice), packed), what);
+  const fd = check(
+    shim.aenv_net_slot_create(cString(netnsPath), cString(hostDevice), packed, rules, rules.length),
+    what,
+  );
   await report(fd, what);
 }
 
@@ -89,6 +99,28 @@ export async function netSlotDestroy(netnsPath: string, hostDevice: string, grou
   const what = `remove network slot ${hostDevice}`;
   const fd = check(shim.aenv_net_slot_destroy(cString(netnsPath), cString(hostDevice), group), what);
   await report(fd, what);
+}
+
+/**
+ * Applies an nf_tables batch, all of it or none, in the namespace at `netnsPath` (undefined: this process's).
+ * Does not block.
+ */
+export async function netRules(netnsPath: string | undefined, batch: Uint8Array): Promise<void> {
+  const what = netnsPath === undefined ? "change the host's rules" : `change the rules of ${netnsPath}`;
+  await report(check(shim.aenv_net_rules(cString(netnsPath ?? ""), batch, batch.length), what), what);
+}
+
+/** Forgets the tracked connections that an IPv4 address (host byte order) opened; resolves with their number. */
+export function netForgetFlows(source: number): Promise<number> {
+  const what = "forget connections";
+  return report(check(shim.aenv_net_forget_flows(source), what), what);
+}
+
+/** Where a diverted connection was meant to go (host byte order); undefined when `fd` was not diverted. */
+export function originalDestination(fd: number): { address: number; port: number } | undefined {
+  const out = new Uint32Array(new ArrayBuffer(8));
+  if (shim.aenv_nf_original_destination(fd, out) < 0) return undefined;
+  return { address: out[0]!, port: out[1]! };
 }
 
 /** Names of the network devices of a device group. */

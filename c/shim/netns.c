@@ -1,5 +1,7 @@
 #include "netns.h"
 
+#include "netfilter.h"
+
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -32,7 +34,7 @@
 /* How long to wait for one answer of the kernel; the rtnl lock may be held for a while under load. */
 #define ANSWER_TIMEOUT_SECONDS 20
 
-enum job_kind { JOB_CREATE, JOB_DESTROY };
+enum job_kind { JOB_CREATE, JOB_DESTROY, JOB_RULES, JOB_FORGET };
 
 struct job {
   enum job_kind kind;
@@ -41,6 +43,9 @@ struct job {
   char ns_path[JOB_PATH_MAX];
   char host_if[IFNAMSIZ];
   bool pair_made;
+  uint32_t source;
+  uint32_t batch_bytes;
+  uint8_t batch[];
 };
 
 /* ---- netlink requests -------------------------------------------------------------------------- */
@@ -293,11 +298,23 @@ static int unmount_file(const char *path) {
     }                                                        \
   } while (0)
 
+static int install_rules(const struct job *job, struct aenv_net_report *report) {
+  uint32_t message;
+  int result = aenv_nf_transact(job->batch, job->batch_bytes, &message);
+  if (result < 0) {
+    if (message == UINT32_MAX) snprintf(report->step, sizeof report->step, "install firewall rules");
+    else snprintf(report->step, sizeof report->step, "install firewall rules: message %u of the batch", message);
+  }
+  return result;
+}
+
 static int configure_inside(struct job *job, int fd, int host_ns, struct aenv_net_report *report) {
   const struct aenv_net_slot *slot = &job->slot;
   /* Before any device is there, so that none ever has an IPv6 address. Absent when the kernel has no IPv6. */
   STEP("turn IPv6 off", sysctl_write("/proc/sys/net/ipv6/conf/all/disable_ipv6", "1", true));
   STEP("turn IPv6 off", sysctl_write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1", true));
+  int rules = install_rules(job, report);
+  if (rules < 0) return rules;
   STEP("turn forwarding on", sysctl_write("/proc/sys/net/ipv4/ip_forward", "1", false));
   STEP("make the veth pair", add_pair(fd, job, host_ns));
   job->pair_made = true;
@@ -382,10 +399,37 @@ static int destroy(const struct job *job, struct aenv_net_report *report) {
   return 0;
 }
 
+static int change_rules(const struct job *job, struct aenv_net_report *report) {
+  if (job->ns_path[0] != '\0') {
+    int ns = open(job->ns_path, O_RDONLY | O_CLOEXEC);
+    STEP("open the namespace", ns < 0 ? -errno : 0);
+    int entered = setns(ns, CLONE_NEWNET) < 0 ? -errno : 0;
+    close(ns);
+    STEP("enter the namespace", entered);
+  }
+  return install_rules(job, report);
+}
+
+static int forget_flows(const struct job *job, struct aenv_net_report *report) {
+  int result = aenv_nf_forget_flows(job->source);
+  STEP("forget tracked connections", result);
+  return result;
+}
+
+static int work(struct job *job, struct aenv_net_report *report) {
+  switch (job->kind) {
+    case JOB_CREATE: return create(job, report);
+    case JOB_DESTROY: return destroy(job, report);
+    case JOB_RULES: return change_rules(job, report);
+    case JOB_FORGET: return forget_flows(job, report);
+  }
+  return -EINVAL;
+}
+
 static void *run(void *argument) {
   struct job *job = argument;
   struct aenv_net_report report = {0};
-  report.result = job->kind == JOB_CREATE ? create(job, &report) : destroy(job, &report);
+  report.result = work(job, &report);
   /* A pipe takes this much at once. Nobody reads any more: nobody to tell (SIGPIPE is blocked here). */
   ssize_t written;
   do {
@@ -397,7 +441,7 @@ static void *run(void *argument) {
 }
 
 static int start(struct job *job, const char *ns_path, const char *host_if) {
-  if (strlen(ns_path) >= sizeof job->ns_path || strlen(host_if) >= sizeof job->host_if || host_if[0] == '\0') {
+  if (strlen(ns_path) >= sizeof job->ns_path || strlen(host_if) >= sizeof job->host_if) {
     free(job);
     return -ENAMETOOLONG;
   }
@@ -432,20 +476,43 @@ static int start(struct job *job, const char *ns_path, const char *host_if) {
   return ends[0];
 }
 
-EXPORT int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct aenv_net_slot *slot) {
-  struct job *job = calloc(1, sizeof *job);
+static struct job *new_job(enum job_kind kind, const void *batch, uint32_t batch_bytes) {
+  struct job *job = calloc(1, sizeof *job + batch_bytes);
+  if (job == NULL) return NULL;
+  job->kind = kind;
+  job->batch_bytes = batch_bytes;
+  if (batch_bytes > 0) memcpy(job->batch, batch, batch_bytes);
+  return job;
+}
+
+EXPORT int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct aenv_net_slot *slot,
+                                const void *batch, uint32_t batch_bytes) {
+  if (host_if[0] == '\0') return -EINVAL;
+  struct job *job = new_job(JOB_CREATE, batch, batch_bytes);
   if (job == NULL) return -ENOMEM;
-  job->kind = JOB_CREATE;
   job->slot = *slot;
   return start(job, ns_path, host_if);
 }
 
 EXPORT int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint32_t group) {
-  struct job *job = calloc(1, sizeof *job);
+  if (host_if[0] == '\0') return -EINVAL;
+  struct job *job = new_job(JOB_DESTROY, NULL, 0);
   if (job == NULL) return -ENOMEM;
-  job->kind = JOB_DESTROY;
   job->slot.group = group;
   return start(job, ns_path, host_if);
+}
+
+EXPORT int aenv_net_rules(const char *ns_path, const void *batch, uint32_t batch_bytes) {
+  struct job *job = new_job(JOB_RULES, batch, batch_bytes);
+  if (job == NULL) return -ENOMEM;
+  return start(job, ns_path, "");
+}
+
+EXPORT int aenv_net_forget_flows(uint32_t source) {
+  struct job *job = new_job(JOB_FORGET, NULL, 0);
+  if (job == NULL) return -ENOMEM;
+  job->source = source;
+  return start(job, "", "");
 }
 
 /* ---- devices of a group ------------------------------------------------------------------------ */

@@ -13,7 +13,7 @@
 /* What a finished job wrote to its pipe: exactly this many bytes, then end of file. */
 #define AENV_NET_REPORT_BYTES 128
 
-/* 0 or -errno in host byte order, then the step that failed as zero-terminated text. */
+/* A count or -errno in host byte order, then the step that failed as zero-terminated text. */
 struct aenv_net_report {
   int32_t result;
   char step[AENV_NET_REPORT_BYTES - 4];
@@ -38,16 +38,31 @@ struct aenv_net_slot {
 /*
  * Makes the namespace, bind-mounts it on ns_path (created here; its directory must exist), makes the
  * pair (host_if in the caller's namespace, `vpeer` in the new one) and the tap `tap0`, with addresses,
- * routes and permanent neighbours, IPv6 off. Undoes all of it when a step fails.
+ * routes and permanent neighbours, IPv6 off. Before any device is there the namespace gets the firewall
+ * rules of `batch` (an nf_tables batch, see netfilter.h; copied), so that no packet ever passes without.
+ * Undoes all of it when a step fails.
  * Returns the read end of the pipe, or -errno when the job could not be started.
  */
-int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct aenv_net_slot *slot);
+int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct aenv_net_slot *slot, const void *batch,
+                         uint32_t batch_bytes);
 
 /*
  * Removes the pair (if host_if is there and in `group`) and the namespace's mount and file. What is gone
  * already is no error. Returns like aenv_net_slot_create.
  */
 int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint32_t group);
+
+/*
+ * Applies an nf_tables batch (copied) in the namespace at ns_path, or in the caller's when it is empty; all of
+ * it or none. Returns like aenv_net_slot_create.
+ */
+int aenv_net_rules(const char *ns_path, const void *batch, uint32_t batch_bytes);
+
+/*
+ * Forgets the connections that the address (host byte order) opened, in the caller's namespace; the report's
+ * result is their number. Returns like aenv_net_slot_create.
+ */
+int aenv_net_forget_flows(uint32_t source);
 
 /*
  * Names of the caller's network devices in `group`, one a line, into buf.

@@ -71,11 +71,17 @@ test("capabilities from /proc/self/status", () => {
 });
 
 test("the host's rules do not grow with the number of slots and touch only our device group", () => {
-  const rules = hostRuleset({ plan, alwaysDeniedCidrs: ["192.168.0.0/16"], dnsServer: "9.9.9.9" });
+  const rules = hostRuleset({
+    plan,
+    alwaysDeniedCidrs: ["192.168.0.0/16"],
+    dnsServer: "9.9.9.9",
+    proxyPort: 1,
+    namePort: 2,
+  });
   expect(rules).toContain("192.168.0.0/16");
   for (const line of rules
     .split("\n")
-    .filter((text) => /drop$|masquerade$|goto guest_(out|in|to_host)$/.test(text))) {
+    .filter((text) => /drop$|masquerade$|goto guest_(out|in|to_host)$|goto divert_restricted$/.test(text))) {
     expect(line.trim() === "drop" || line.includes(String(plan.deviceGroup))).toBe(true);
   }
 });

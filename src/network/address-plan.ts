@@ -32,6 +32,11 @@ export interface AddressPlan {
   readonly deviceGroup: number;
   /** Name of the host's nftables table (family inet). */
   readonly tableName: string;
+  /**
+   * Address (of slot 0, which does not exist) at which this host answers what it diverts from guests, and
+   * from which it connects on their behalf.
+   */
+  readonly egressAddress: number;
   slot(index: number): SlotAddresses;
 }
 
@@ -73,6 +78,7 @@ export function createAddressPlan(hostInteractionCidr: string, vethCidr: string)
     hostInteraction,
     veth,
     deviceGroup: hostInteraction.base,
+    egressAddress: hostInteraction.base,
     tableName: tableNameOf(hostInteraction.base),
     slot(index) {
       if (!Number.isInteger(index) || index < FIRST_SLOT || index > LAST_SLOT) {

@@ -1,7 +1,8 @@
 import { constants } from "node:fs";
 import { access, readFile, writeFile } from "node:fs/promises";
+import { runCommand, tryCommand } from "../lib/command.ts";
 import { AenvError } from "../lib/errors.ts";
-import { parseIpv4 } from "../lib/ipv4.ts";
+import { formatIpv4, parseIpv4 } from "../lib/ipv4.ts";
 
 const CAP_NET_ADMIN = 12n;
 const CAP_SYS_ADMIN = 21n;
@@ -30,7 +31,7 @@ export async function requireHostSupport(): Promise<void> {
   }
   for (const [tool, debianPackage] of [
     ["nft", "nftables"],
-    ["nsenter", "util-linux"],
+    ["ip", "iproute2"],
   ] as const) {
     if (Bun.which(tool) !== null) continue;
     throw new AenvError({
@@ -65,6 +66,23 @@ export async function enableForwarding(): Promise<boolean> {
     });
   }
   return true;
+}
+
+/** Makes an IPv4 address (host byte order) one of this host's, without giving it to a device; or undoes it. */
+export async function ownLocalAddress(address: number, owned: boolean): Promise<void> {
+  const route = ["local", `${formatIpv4(address)}/32`, "dev", "lo", "table", "local"];
+  if (owned) {
+    await runCommand(["ip", "route", "replace", ...route]);
+    return;
+  }
+  const { exitCode, stderr } = await tryCommand(["ip", "route", "del", ...route]);
+  // ESRCH: it is gone already.
+  if (exitCode !== 0 && !/No such process/.test(stderr)) {
+    throw new AenvError({
+      code: "command_failed",
+      message: `ip route del ${route.join(" ")}: ${stderr.trim()}`,
+    });
+  }
 }
 
 /** The first IPv4 name server outside 127.0.0.0/8 in a resolver file. */

@@ -1,2 +1,11 @@
+export { DEFAULT_POLICY, type EgressInput, type EgressPolicy, parseEgressPolicy } from "./egress-policy.ts";
+export type { PoolOptions } from "./pool.ts";
 export { createNetworkService } from "./service.ts";
-export type { NetworkService, NetworkServiceOptions, NetworkSlot } from "./types.ts";
+export type {
+  KeptSlot,
+  NetworkService,
+  NetworkServiceOptions,
+  NetworkSlot,
+  RuleCounter,
+  SlotPolicyReport,
+} from "./types.ts";

@@ -5,21 +5,14 @@
  *   guest namespace --tap-cable-- tap0 [slot] vpeer -- veth-i [host] wan0 -- inet0 [internet]
  */
 import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test";
-import {
-  existsSync,
-  mkdirSync,
-  mkdtempSync,
-  readdirSync,
-  readlinkSync,
-  rmSync,
-  writeFileSync,
-} from "node:fs";
+import { existsSync, mkdtempSync, readdirSync, readlinkSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import {
   createNetworkService,
+  type KeptSlot,
   type NetworkService,
   type NetworkServiceOptions,
   type NetworkSlot,
@@ -182,7 +175,7 @@ function ourTables(): string[] {
     .filter((line) => line.includes("agentenv"));
 }
 
-async function startService(keep: readonly number[] = [], options = OPTIONS): Promise<NetworkService> {
+async function startService(keep: readonly KeptSlot[] = [], options = OPTIONS): Promise<NetworkService> {
   const service = createNetworkService(options, log);
   await service.start(keep);
   return service;
@@ -307,15 +300,15 @@ describe("slots", () => {
 
   test("a step that fails undoes those before it", async () => {
     await using service = await startService();
-    const broken = join(root, "broken");
-    mkdirSync(broken);
-    writeFileSync(join(broken, "nft"), "#!/bin/sh\necho no rules today >&2; exit 1\n", { mode: 0o755 });
-    const path = process.env.PATH;
-    process.env.PATH = `${broken}:${path}`;
+    // The host's table is away: the slot's last step, its entry there, is refused.
+    const table = run("nft", "list", "table", "inet", "agentenv-10.11.0.0");
+    run("nft", "delete", "table", "inet", "agentenv-10.11.0.0");
     try {
-      expect((await failure(service.acquire())).message).toContain("no rules today");
+      expect((await failure(service.acquire())).message).toContain("install firewall rules");
     } finally {
-      process.env.PATH = path;
+      const file = join(root, "table.nft");
+      writeFileSync(file, table);
+      run("nft", "-f", file);
     }
     expect(ourDevices()).toEqual([]);
     expect(readdirSync(netnsDir)).toEqual([]);
@@ -468,7 +461,7 @@ describe("earlier and other processes", () => {
     expect(await killed(OPTIONS, 3)).toEqual([1, 2, 3]);
     expect(ourDevices()).toHaveLength(3);
     writeFileSync(join(netnsDir, "agentenv-ns-01936f8e-72f5-7000-8000-000000000001"), "");
-    await using service = await startService([2]);
+    await using service = await startService([{ index: 2 }]);
     expect(ourDevices()).toEqual(["veth-2"]);
     expect(readdirSync(netnsDir)).toHaveLength(2);
     expect((await failure(service.adopt(1))).code).toBe("network_slot_gone");
@@ -486,7 +479,7 @@ describe("earlier and other processes", () => {
     await killed(OPTIONS, 1);
     run("ip", "link", "del", "veth-1");
     {
-      await using service = await startService([1]);
+      await using service = await startService([{ index: 1 }]);
       expect((await failure(service.adopt(1))).message).toContain("device");
       expect((await failure(service.adopt(7))).message).toContain("not there");
     }

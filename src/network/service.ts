@@ -1,8 +1,8 @@
 import { lstat, mkdir, readdir, readlink, rm, symlink } from "node:fs/promises";
 import { join } from "node:path";
-import { netGroupDevices, netSlotCreate, netSlotDestroy } from "../../ffi/netns.ts";
+import { netForgetFlows, netGroupDevices, netRules, netSlotCreate, netSlotDestroy } from "../../ffi/netns.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
-import { AenvError } from "../lib/errors.ts";
+import { AenvError, assert } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
 import { newId } from "../lib/ids.ts";
 import { formatIpv4, parseCidr, parseIpv4 } from "../lib/ipv4.ts";
@@ -22,10 +22,28 @@ import {
   tableNameOf,
   VM_LINK,
 } from "./address-plan.ts";
-import { chooseDnsServer, enableForwarding, requireHostSupport } from "./host.ts";
+import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
+import {
+  type CompiledPolicy,
+  compilePolicy,
+  DEFAULT_POLICY,
+  type EgressPolicy,
+  inRanges,
+} from "./egress-policy.ts";
+import { chooseDnsServer, enableForwarding, ownLocalAddress, requireHostSupport } from "./host.ts";
+import type { Batch } from "./nft.ts";
+import { WarmPool } from "./pool.ts";
 import { lockPool } from "./pool-lock.ts";
-import { hostRuleset, namespaceRuleset } from "./ruleset.ts";
-import type { NetworkService, NetworkServiceOptions, NetworkSlot } from "./types.ts";
+import { readPolicyCounters } from "./report.ts";
+import { RuleWriter } from "./rule-writer.ts";
+import { changePolicy, deniedCidrs, hostRuleset, namespaceRules } from "./ruleset.ts";
+import type {
+  KeptSlot,
+  NetworkService,
+  NetworkServiceOptions,
+  NetworkSlot,
+  SlotPolicyReport,
+} from "./types.ts";
 
 const NETNS_PREFIX = "agentenv-ns-";
 /**
@@ -45,6 +63,22 @@ function errorCode(error: unknown): string | undefined {
   return error instanceof Error && "code" in error && typeof error.code === "string" ? error.code : undefined;
 }
 
+/** A slot as the service knows it, whoever holds it. */
+interface SlotState {
+  readonly addresses: SlotAddresses;
+  readonly netnsPath: string;
+  /** What the host's rules say; undefined: the slot has no entry there and is refused everything. */
+  current: CompiledPolicy | undefined;
+  /** What they are about to say. */
+  next: CompiledPolicy | undefined;
+  /** Held by a caller (not idle in the pool, not on its way out). */
+  held: boolean;
+  /** The last change of policy; the next one waits for it. */
+  change: Promise<unknown>;
+}
+
+const DEFAULT_COMPILED = compilePolicy(DEFAULT_POLICY);
+
 async function removeTable(name: string): Promise<void> {
   await runCommand(["nft", "-f", "-"], { stdin: `table inet ${name}\ndelete table inet ${name}\n` });
 }
@@ -57,10 +91,16 @@ class Service implements NetworkService {
   readonly #gate = new Gate(MAX_CONCURRENT_JOBS, "network slots", Number.POSITIVE_INFINITY);
   /** Slots that exist, are being made or removed; `adoptable`: kept from an earlier process. */
   readonly #slots = new Map<number, "in_use" | "adoptable">();
+  /** Slots with an entry in the host's rules or about to have one, by their address. */
+  readonly #states = new Map<number, SlotState>();
   readonly #pending = new Set<Promise<unknown>>();
   #state: "new" | "running" | "closed" = "new";
-  #locks: DisposableStack | undefined;
+  /** Pool locks and the egress servers. */
+  #locks: AsyncDisposableStack | undefined;
   #dnsServer = "";
+  #writer: RuleWriter;
+  #egress: Egress | undefined;
+  #pool: WarmPool<SlotState> | undefined;
   #cursor = FIRST_SLOT;
 
   constructor(options: NetworkServiceOptions, log: Logger) {
@@ -68,6 +108,7 @@ class Service implements NetworkService {
     this.#log = log;
     this.#plan = createAddressPlan(options.hostInteractionCidr, options.vethCidr);
     this.#netnsDir = join(options.runtimeDir, "netns");
+    this.#writer = new RuleWriter(this.#plan.tableName);
     for (const cidr of options.alwaysDeniedCidrs) {
       if (parseCidr(cidr) === undefined) {
         throw new AenvError({
@@ -84,27 +125,46 @@ class Service implements NetworkService {
     }
   }
 
-  async start(keep: readonly number[]): Promise<void> {
+  async start(keep: readonly KeptSlot[]): Promise<void> {
     if (this.#state !== "new") throw new Error(`the network service is ${this.#state}`);
+    const kept = new Map(keep.map(({ index, policy }) => [index, compilePolicy(policy ?? DEFAULT_POLICY)]));
     await requireHostSupport();
     await using undo = new AsyncDisposableStack();
-    const locks = undo.use(new DisposableStack());
     for (const cidr of [this.#plan.hostInteraction, this.#plan.veth]) {
-      locks.use(await lockPool(formatIpv4(cidr.base)));
+      undo.use(await lockPool(formatIpv4(cidr.base)));
     }
     this.#dnsServer = this.#options.dnsServer ?? (await chooseDnsServer());
     if (await enableForwarding()) this.#log.info("turned IPv4 forwarding on (net.ipv4.ip_forward=1)");
     await mkdir(this.#netnsDir, { recursive: true, mode: 0o755 });
-    await this.#installHostRules();
+    await ownLocalAddress(this.#plan.egressAddress, true);
+    const egress = undo.use(
+      await startEgress({
+        address: this.#plan.egressAddress,
+        dnsServer: this.#dnsServer,
+        deniedCidrs: deniedCidrs(this.#plan, this.#options.alwaysDeniedCidrs),
+        findGuest: (address) => this.#guestView(address),
+        log: this.#log,
+      }),
+    );
+    this.#egress = egress;
+    await this.#installHostRules(egress);
     await this.#warnOfForeignForwardPolicy();
-    await this.#removeLeftovers(new Set(keep));
-    undo.move();
-    this.#locks = locks;
+    await this.#removeLeftovers(new Set(kept.keys()));
+    await this.#restorePolicies(kept);
+    this.#locks = undo.move();
     this.#state = "running";
+    if (this.#options.pool !== undefined) {
+      this.#pool = new WarmPool(
+        this.#options.pool,
+        () => this.#gate.run(() => this.#createSlot()),
+        (state) => this.#gate.run(() => this.#destroySlot(state)),
+        this.#log.child({ pool: "network" }),
+      );
+    }
   }
 
-  acquire(): Promise<NetworkSlot> {
-    return this.#track(this.#gate.run(() => this.#createSlot()));
+  acquire(policy?: EgressPolicy): Promise<NetworkSlot> {
+    return this.#track(this.#acquire(policy));
   }
 
   adopt(index: number): Promise<NetworkSlot> {
@@ -122,13 +182,15 @@ class Service implements NetworkService {
     await Promise.allSettled(this.#pending);
     try {
       if (!wasRunning) return;
+      await this.#pool?.[Symbol.asyncDispose]();
       if (this.#slots.size > 0) {
         this.#log.info({ slots: this.#slots.size }, "network slots are still in use: host rules stay");
         return;
       }
       await removeTable(this.#plan.tableName);
+      await ownLocalAddress(this.#plan.egressAddress, false);
     } finally {
-      this.#locks?.dispose();
+      await this.#locks?.disposeAsync();
     }
   }
 
@@ -150,11 +212,13 @@ class Service implements NetworkService {
 
   // ---- host ----------------------------------------------------------------------------------------
 
-  async #installHostRules(): Promise<void> {
+  async #installHostRules(egress: Egress): Promise<void> {
     const rules = hostRuleset({
       plan: this.#plan,
       alwaysDeniedCidrs: this.#options.alwaysDeniedCidrs,
       dnsServer: this.#dnsServer,
+      proxyPort: egress.proxyPort,
+      namePort: egress.namePort,
     });
     try {
       await runCommand(["nft", "-f", "-"], { stdin: rules });
@@ -237,6 +301,7 @@ class Service implements NetworkService {
     using _held = lock;
     for (const index of indices) await this.#removeLinkedSlot(`slot-${pool}-${index}`, index, base);
     await removeTable(tableNameOf(base));
+    await ownLocalAddress(base, false);
     return indices.size;
   }
 
@@ -258,7 +323,22 @@ class Service implements NetworkService {
     });
   }
 
-  async #createSlot(): Promise<NetworkSlot> {
+  async #acquire(policy: EgressPolicy | undefined): Promise<NetworkSlot> {
+    this.#requireRunning();
+    const wanted = compilePolicy(policy ?? DEFAULT_POLICY);
+    const state = this.#pool?.take() ?? (await this.#gate.run(() => this.#createSlot()));
+    try {
+      await this.#applyPolicy(state, wanted);
+    } catch (error) {
+      await this.#gate.run(() => this.#destroySlot(state));
+      throw error;
+    }
+    state.held = true;
+    return this.#slotObject(state);
+  }
+
+  /** A new slot that nobody holds yet, with the default policy. */
+  async #createSlot(): Promise<SlotState> {
     this.#requireRunning();
     for (let attempt = 1; ; attempt++) {
       const index = this.#reserveIndex();
@@ -272,13 +352,13 @@ class Service implements NetworkService {
     }
   }
 
-  async #createAt(addresses: SlotAddresses): Promise<NetworkSlot> {
+  async #createAt(addresses: SlotAddresses): Promise<SlotState> {
     const netnsName = `${NETNS_PREFIX}${newId()}`;
     const netnsPath = join(this.#netnsDir, netnsName);
     await using undo = new AsyncDisposableStack();
     undo.defer(() => this.#destroyParts(addresses, netnsPath));
     await symlink(netnsName, this.#linkPath(addresses.index));
-    await netSlotCreate(netnsPath, addresses.hostDevice, {
+    const parameters = {
       group: this.#plan.deviceGroup,
       hostVeth: addresses.hostVeth,
       peerVeth: addresses.peerVeth,
@@ -291,10 +371,17 @@ class Service implements NetworkService {
       hostMacLow: HOST_MAC_BASE + addresses.index,
       peerMacLow: PEER_MAC_BASE + addresses.index,
       tapOwner: process.geteuid?.() ?? 0,
-    });
-    await this.#installNamespaceRules(addresses, netnsPath);
+    };
+    await Promise.all([
+      netSlotCreate(netnsPath, addresses.hostDevice, parameters, this.#namespaceRules(addresses)),
+      // The address may have been another sandbox's: its connections must mean nothing for this one.
+      netForgetFlows(addresses.hostAddress),
+    ]);
+    const state = this.#newState(addresses, netnsPath);
+    undo.defer(() => this.#dropState(state));
+    await this.#applyPolicy(state, DEFAULT_COMPILED);
     undo.move();
-    return this.#slotObject(addresses, netnsPath);
+    return state;
   }
 
   async #adoptSlot(index: number): Promise<NetworkSlot> {
@@ -306,9 +393,9 @@ class Service implements NetworkService {
       });
     }
     const addresses = this.#plan.slot(index);
-    const netnsPath = join(this.#netnsDir, await readlink(this.#linkPath(index)));
+    const state = this.#states.get(addresses.hostAddress);
     const device = netGroupDevices(this.#plan.deviceGroup).includes(addresses.hostDevice);
-    if (!device || !(await lstat(netnsPath).catch(() => undefined))) {
+    if (!device || state === undefined || !(await lstat(state.netnsPath).catch(() => undefined))) {
       throw new AenvError({
         code: "network_slot_gone",
         message: `network slot ${index} has lost its ${device ? "namespace" : "device"}: it cannot be taken over`,
@@ -316,25 +403,146 @@ class Service implements NetworkService {
     }
     this.#slots.set(index, "in_use");
     try {
-      await this.#installNamespaceRules(addresses, netnsPath);
+      await netRules(state.netnsPath, this.#namespaceRules(addresses));
     } catch (error) {
       this.#slots.set(index, "adoptable");
       throw error;
     }
-    return this.#slotObject(addresses, netnsPath);
+    state.held = true;
+    return this.#slotObject(state);
   }
 
-  async #installNamespaceRules(addresses: SlotAddresses, netnsPath: string): Promise<void> {
-    await runCommand(["nsenter", `--net=${netnsPath}`, "nft", "-f", "-"], {
-      stdin: namespaceRuleset(addresses, this.#dnsServer),
+  #namespaceRules(addresses: SlotAddresses): Uint8Array {
+    const dnsServer = parseIpv4(this.#dnsServer);
+    assert(dnsServer !== undefined, "the DNS server is no IPv4 address");
+    return namespaceRules(addresses, dnsServer);
+  }
+
+  #newState(addresses: SlotAddresses, netnsPath: string): SlotState {
+    const state: SlotState = {
+      addresses,
+      netnsPath,
+      current: undefined,
+      next: undefined,
+      held: false,
+      change: Promise.resolve(),
+    };
+    this.#states.set(addresses.hostAddress, state);
+    return state;
+  }
+
+  // ---- policies ------------------------------------------------------------------------------------
+
+  /** Kept slots have their policies back before anybody asks; until then the new table refuses them all. */
+  async #restorePolicies(kept: ReadonlyMap<number, CompiledPolicy>): Promise<void> {
+    for (const [index, policy] of kept) {
+      if (this.#slots.get(index) !== "adoptable") continue;
+      const netnsPath = join(this.#netnsDir, await readlink(this.#linkPath(index)));
+      await this.#applyPolicy(this.#newState(this.#plan.slot(index), netnsPath), policy);
+    }
+  }
+
+  /**
+   * One transaction. Meanwhile a name must be allowed by both policies; when the kernel refuses the change,
+   * the old policy stays as it was.
+   */
+  #applyPolicy(state: SlotState, policy: CompiledPolicy): Promise<void> {
+    const work = state.change.then(async () => {
+      if (state.current === policy) return;
+      state.next = policy;
+      try {
+        await this.#writer.apply((batch: Batch) =>
+          changePolicy(batch, state.addresses, state.current, policy),
+        );
+        state.current = policy;
+      } finally {
+        state.next = undefined;
+      }
     });
+    state.change = work.catch(() => undefined);
+    return work;
   }
 
-  #slotObject(addresses: SlotAddresses, netnsPath: string): NetworkSlot {
+  /** What the egress servers ask of a guest; undefined for an address without a held slot. */
+  #guestView(address: number): GuestView | undefined {
+    const state = this.#states.get(address);
+    if (state === undefined) return undefined;
+    const inForce = (kind: "restricted" | "filtered") =>
+      [state.current, state.next].filter((policy) => policy?.[kind]) as CompiledPolicy[];
+    const allows = (kind: "restricted" | "filtered", judge: (policy: CompiledPolicy) => boolean) => {
+      const policies = inForce(kind);
+      return policies.length > 0 && policies.every(judge);
+    };
+    return {
+      slotIndex: state.addresses.index,
+      allowsWeb: (name) => allows("filtered", (policy) => policy.allowsName(name)),
+      allowsAddress: (to) => allows("filtered", (policy) => inRanges(policy.allow, to)),
+      allowsQuery: (name) => allows("restricted", (policy) => policy.allowsName(name)),
+    };
+  }
+
+  async #report(state: SlotState): Promise<SlotPolicyReport> {
+    const policy = state.current ?? DEFAULT_COMPILED;
+    return {
+      policy: policy.policy,
+      restricted: policy.restricted,
+      filtered: policy.filtered,
+      ...(await readPolicyCounters(this.#plan.tableName, state.addresses.index, policy)),
+      proxiedConnections: this.#egress?.openConnections(state.addresses.hostAddress) ?? 0,
+    };
+  }
+
+  // ---- release -------------------------------------------------------------------------------------
+
+  /** Back to the pool when there is one and all traces of the guest can be removed; else away altogether. */
+  async #release(state: SlotState): Promise<void> {
+    state.held = false;
+    if (this.#state === "running" && this.#pool !== undefined) {
+      try {
+        await this.#clean(state);
+        if (this.#pool.put(state)) return;
+      } catch (error) {
+        this.#log.warn({ err: error, slot: state.addresses.index }, "a network slot cannot be used again");
+      }
+    }
+    await this.#gate.run(() => this.#destroySlot(state));
+  }
+
+  async #clean(state: SlotState): Promise<void> {
+    this.#egress?.closeGuest(state.addresses.hostAddress);
+    await this.#applyPolicy(state, DEFAULT_COMPILED);
+    await netForgetFlows(state.addresses.hostAddress);
+  }
+
+  async #destroySlot(state: SlotState): Promise<void> {
+    await this.#destroyParts(state.addresses, state.netnsPath);
+    await this.#dropState(state);
+    this.#slots.delete(state.addresses.index);
+  }
+
+  /** After the namespace is gone: there is nobody left for the rules to refuse. */
+  async #dropState(state: SlotState): Promise<void> {
+    this.#egress?.closeGuest(state.addresses.hostAddress);
+    await state.change;
+    if (state.current !== undefined) {
+      await this.#writer.apply((batch: Batch) =>
+        changePolicy(batch, state.addresses, state.current, undefined),
+      );
+      state.current = undefined;
+    }
+    this.#states.delete(state.addresses.hostAddress);
+  }
+
+  #slotObject(state: SlotState): NetworkSlot {
+    const { addresses, netnsPath } = state;
     let disposal: Promise<void> | undefined;
-    const release = async () => {
-      await this.#gate.run(() => this.#destroyParts(addresses, netnsPath));
-      this.#slots.delete(addresses.index);
+    const requireHeld = () => {
+      if (disposal === undefined) return;
+      throw new AenvError({
+        code: "network_slot_released",
+        status: 409,
+        message: `network slot ${addresses.index} has been given back: its policy cannot be changed or read`,
+      });
     };
     return {
       index: addresses.index,
@@ -346,8 +554,19 @@ class Service implements NetworkService {
       prefixLength: VM_LINK.prefixLength,
       dnsServer: formatIpv4(GATEWAY_ADDRESS),
       macAddress: formatMac(GUEST_MAC_LOW),
+      get policy() {
+        return (state.current ?? DEFAULT_COMPILED).policy;
+      },
+      applyPolicy: async (policy) => {
+        requireHeld();
+        await this.#track(this.#applyPolicy(state, compilePolicy(policy)));
+      },
+      policyReport: async () => {
+        requireHeld();
+        return await this.#report(state);
+      },
       [Symbol.asyncDispose]: () => {
-        disposal ??= this.#track(release());
+        disposal ??= this.#track(this.#release(state));
         return disposal;
       },
     };

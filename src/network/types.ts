@@ -1,3 +1,6 @@
+import type { EgressPolicy } from "./egress-policy.ts";
+import type { PoolOptions } from "./pool.ts";
+
 /** One network slot: namespace, veth pair and tap, ready for a VM. Names: spec, address plan. */
 export interface NetworkSlot extends AsyncDisposable {
   readonly index: number;
@@ -15,6 +18,41 @@ export interface NetworkSlot extends AsyncDisposable {
   readonly dnsServer: string;
   /** Same in every slot (a restored guest keeps it); the namespace keeps slots apart. */
   readonly macAddress: string;
+  /** The egress policy in force, in normal form. */
+  readonly policy: EgressPolicy;
+  /**
+   * Replaces the egress policy in one step: a new connection is judged by the old one or the new one, and by
+   * the new one once this resolves; established ones go on. When it rejects, the old policy is in force.
+   * Throws `invalid_egress_policy` (400) for an entry that is not understood.
+   */
+  applyPolicy(policy: EgressPolicy): Promise<void>;
+  /** The policy with what it has let through and refused since it was applied. */
+  policyReport(): Promise<SlotPolicyReport>;
+}
+
+export interface RuleCounter {
+  /** `allow 203.0.113.0-203.0.113.255` and the like. */
+  readonly rule: string;
+  readonly packets: number;
+  readonly bytes: number;
+}
+
+export interface SlotPolicyReport {
+  readonly policy: EgressPolicy;
+  /** What is not named is refused, and DNS answers only allowed names. */
+  readonly restricted: boolean;
+  /** HTTP and TLS go through the node's egress proxy. */
+  readonly filtered: boolean;
+  /** First packets of connections per rule (packets of established ones pass before the rules). */
+  readonly rules: readonly RuleCounter[];
+  readonly proxiedConnections: number;
+}
+
+/** A slot of an earlier process whose VM lives on. */
+export interface KeptSlot {
+  readonly index: number;
+  /** In force from `start` on; default: the node's default policy. */
+  readonly policy?: EgressPolicy;
 }
 
 export interface NetworkServiceOptions {
@@ -27,17 +65,23 @@ export interface NetworkServiceOptions {
   readonly alwaysDeniedCidrs: readonly string[];
   /** IPv4 address that answers the guests' DNS queries. Absent: chosen from the host's resolver files. */
   readonly dnsServer?: string;
+  /** Slots kept ready. Absent: each is made when it is asked for and removed when it is given back. */
+  readonly pool?: PoolOptions;
 }
 
 export interface NetworkService extends AsyncDisposable {
   /**
-   * Host rules and forwarding; removes what an earlier process left for slots not in `keep`. Throws with
-   * the cure when rights, tools or the kernel lack something, and `network_pool_in_use` when another
-   * process of this host has the address pools.
+   * Host rules, egress proxy and forwarding; removes what an earlier process left for slots not in `keep`.
+   * Connections that those have go on; new ones are refused for the moment until their policy is in force.
+   * Throws with the cure when rights, tools or the kernel lack something, and `network_pool_in_use` when
+   * another process of this host has the address pools.
    */
-  start(keep: readonly number[]): Promise<void>;
-  /** A free slot; on an error nothing is left behind. Dispose the slot to remove all of it. */
-  acquire(): Promise<NetworkSlot>;
-  /** Takes over a slot of an earlier process (it must have been in `keep`). */
+  start(keep: readonly KeptSlot[]): Promise<void>;
+  /**
+   * A free slot with the policy (default: the node's default) in force, so that a guest's first packet is
+   * judged by it; on an error nothing is left behind. Dispose the slot to give it back.
+   */
+  acquire(policy?: EgressPolicy): Promise<NetworkSlot>;
+  /** Takes over a slot of an earlier process (it must have been in `keep`), with the policy given there. */
   adopt(index: number): Promise<NetworkSlot>;
 }
