@@ -18,6 +18,8 @@ import type { VmExit } from "../vmm/types.ts";
 import { PausedStore, type Startup } from "./store.ts";
 import type {
   CreateSandboxRequest,
+  LifecycleEvent,
+  LifecycleEventKind,
   NodeOrchestrator,
   RouteLookup,
   SandboxAccess,
@@ -39,6 +41,8 @@ export interface OrchestratorOptions {
   /** VMs that start at once; more wait. Default 8. */
   readonly maxConcurrentStarts?: number;
   readonly log: Logger;
+  /** Told of everything that happens to a sandbox, in order; must not block. */
+  readonly onEvent?: (event: LifecycleEvent) => void;
   /** Milliseconds since the epoch; tests give their own clock. */
   readonly now?: () => number;
   /** Longest wait for another operation on the same sandbox. */
@@ -96,6 +100,13 @@ interface Entry {
   /** Content-addressed files this sandbox needs as long as it exists. */
   pins: readonly string[];
   timings: Record<string, PhaseTimings>;
+  /** The last view of it and what that was made from. */
+  seen?: {
+    readonly record: Entry["record"];
+    readonly state: SandboxState;
+    readonly deadlineMs: number;
+    readonly view: SandboxRecord;
+  };
   evicting: boolean;
   evictFailures: number;
   nextEvictMs: number;
@@ -318,13 +329,13 @@ class SandboxOrchestrator implements NodeOrchestrator {
     return entry;
   }
 
+  /** Lists of thousands are read far more often than one of them changes. */
   #view(entry: Entry): SandboxRecord {
-    return {
-      id: entry.id,
-      ...entry.record,
-      state: entry.state,
-      endAt: new Date(entry.deadlineMs).toISOString(),
-    };
+    const { record, state, deadlineMs, seen } = entry;
+    if (seen?.record === record && seen.state === state && seen.deadlineMs === deadlineMs) return seen.view;
+    const view = { id: entry.id, ...record, state, endAt: new Date(deadlineMs).toISOString() };
+    entry.seen = { record, state, deadlineMs, view };
+    return view;
   }
 
   #setDeadline(entry: Entry, timeoutSeconds: number, mode: "exact" | "extend"): void {
@@ -372,6 +383,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
     entry.operation = undefined;
     this.#unpin(entry.pins);
     entry.pins = [];
+  }
+
+  #emit(kind: LifecycleEventKind, sandboxId: string, more: Partial<LifecycleEvent> = {}): void {
+    try {
+      this.#options.onEvent?.({ kind, sandboxId, atMs: this.#now(), ...more });
+    } catch (error) {
+      this.#log.error({ err: error, sandboxId, event: kind }, "an observer of lifecycle events failed");
+    }
   }
 
   #inBackground(what: string, work: Promise<unknown>): void {
@@ -433,6 +452,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       { sandboxId: entry.id, exit: instance.exit },
       "the VM of a running sandbox ended; the sandbox is gone",
     );
+    this.#emit("vm_ended", entry.id, { reason: JSON.stringify(instance.exit) });
     const ended = this.#operate(entry, "killing", () => this.#discard(entry, instance, "its VM ended"));
     this.#inBackground("a dead sandbox was not cleaned up", ended);
   }
@@ -454,6 +474,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
     entry.instance = undefined;
     this.#remove(entry);
+    this.#emit("lost", entry.id, { reason: why });
     await removeTree(join(this.#options.artifactsDir, entry.id));
   }
 
@@ -517,6 +538,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
     };
     this.#entries.set(entry.id, entry);
     this.#pin(entry, digestFiles(committed.state));
+    this.#emit("creating", entry.id);
+    const began = performance.now();
     return this.#track(entry, async () => {
       try {
         const running = await this.#startInstance(entry, committed.state);
@@ -524,9 +547,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
         entry.timings.create = running.timings;
         this.#setDeadline(entry, request.timeoutSeconds, "exact");
         this.#rest(entry);
+        this.#emit("created", entry.id, { durationMs: performance.now() - began, phases: running.timings });
         return this.#view(entry);
       } catch (error) {
         this.#remove(entry);
+        this.#emit("create_failed", entry.id, {
+          durationMs: performance.now() - began,
+          reason: errorChain(error)[0] ?? "unknown cause",
+        });
         if (error instanceof AenvError && error.code === "shutting_down") throw error;
         this.#log.error(
           { err: error, sandboxId: entry.id, template: request.template },
@@ -652,6 +680,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       this.#log.error({ err: error, sandboxId: entry.id }, "files of a deleted sandbox were not removed");
     }
     this.#log.info({ sandboxId: entry.id }, "sandbox deleted");
+    this.#emit("deleted", entry.id);
   }
 
   // ---- pause ------------------------------------------------------------------------------------
@@ -676,6 +705,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const startedAt = performance.now();
     const artifactDir = join(this.#options.artifactsDir, entry.id, newId());
     this.#cut(instance, "the sandbox is being paused");
+    const failed = (error: unknown): void =>
+      this.#emit("pause_failed", entry.id, {
+        durationMs: performance.now() - startedAt,
+        reason: errorChain(error)[0] ?? "unknown cause",
+      });
 
     const backToWork = async (): Promise<void> => {
       if (instance.exit === undefined) {
@@ -690,6 +724,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       this.#rest(entry);
     };
     const lost = async (error: unknown): Promise<never> => {
+      failed(error);
       this.#log.error({ err: error, sandboxId: entry.id }, "sandbox could not be paused and cannot go on");
       this.#move(entry, "killing");
       await this.#discard(entry, instance, "the sandbox was lost");
@@ -708,6 +743,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       );
       this.#log.error({ err: error, sandboxId: entry.id }, "pause failed; the sandbox runs on");
       await backToWork();
+      failed(error);
       throw failure("pause_failed", `sandbox ${entry.id} could not be paused and runs on`, error);
     }
 
@@ -724,6 +760,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
         this.#log.warn({ err: cleanup, artifactDir }, "an unused capture was not removed"),
       );
       await backToWork();
+      failed(error);
       throw failure("pause_failed", `sandbox ${entry.id} could not be paused and runs on`, error);
     }
 
@@ -739,6 +776,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#move(entry, "paused");
     const totalMs = performance.now() - startedAt;
     this.#log.info({ sandboxId: entry.id, timings: entry.timings.pause, totalMs }, "sandbox paused");
+    this.#emit("paused", entry.id, {
+      durationMs: totalMs,
+      ...(entry.timings.pause === undefined ? {} : { phases: entry.timings.pause }),
+    });
     this.#inBackground("old captures were not removed", this.#removeOldGenerations(entry));
   }
 
@@ -805,6 +846,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async #resume(entry: Entry, timeoutSeconds: number): Promise<void> {
     const { paused } = entry;
     assert(paused !== undefined, `paused sandbox ${entry.id} has a captured state`);
+    const startedAt = performance.now();
     let running: RunningSandbox | undefined;
     try {
       this.#db.setLifecycle(entry.id, "resuming");
@@ -826,6 +868,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
         this.#log.error({ err: storeError, sandboxId: entry.id }, "lifecycle mark could not be reset");
       }
       this.#move(entry, "paused");
+      this.#emit("resume_failed", entry.id, {
+        durationMs: performance.now() - startedAt,
+        reason: errorChain(error)[0] ?? "unknown cause",
+      });
       if (error instanceof AenvError && error.code === "shutting_down") throw error;
       this.#log.error({ err: error, sandboxId: entry.id }, "resume failed; the sandbox stays paused");
       throw failure(
@@ -840,6 +886,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     entry.timings.resume = running.timings;
     this.#setDeadline(entry, timeoutSeconds, "exact");
     this.#rest(entry);
+    this.#emit("resumed", entry.id, { durationMs: performance.now() - startedAt, phases: running.timings });
     // The running sandbox holds links of its own to the layers it needs.
     this.#inBackground("a used capture was not removed", removeTree(paused.artifactDir));
   }
@@ -941,6 +988,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async #evict(entry: Entry): Promise<void> {
     // It waited for its turn: the deadline may have moved, another operation may have begun.
     if (this.#closing !== undefined || entry.state !== "running" || entry.deadlineMs > this.#now()) return;
+    this.#emit("expired", entry.id, { reason: `its action at the deadline is: ${entry.record.onTimeout}` });
     try {
       if (entry.record.onTimeout === "pause") await this.#pauseIfRunning(entry);
       else await this.#kill(entry.id);

@@ -77,6 +77,37 @@ export interface SandboxAccess {
   readonly allowPublicTraffic: boolean;
 }
 
+export type LifecycleEventKind =
+  | "creating"
+  | "created"
+  | "create_failed"
+  | "paused"
+  | "pause_failed"
+  | "resumed"
+  | "resume_failed"
+  | "snapshotted"
+  | "snapshot_failed"
+  | "forked"
+  | "fork_failed"
+  | "adopted"
+  | "expired"
+  | "vm_ended"
+  | "lost"
+  | "deleted";
+
+/** What happened to a sandbox, told right after it became true. */
+export interface LifecycleEvent {
+  readonly kind: LifecycleEventKind;
+  readonly sandboxId: string;
+  /** Milliseconds since the epoch. */
+  readonly atMs: number;
+  /** Of the whole operation, where there is one. */
+  readonly durationMs?: number;
+  readonly phases?: PhaseTimings;
+  /** Why, for failures and ends. */
+  readonly reason?: string;
+}
+
 /**
  * Sandbox lifecycle. Every started operation finishes even if its caller goes away. Errors carry the
  * status of the REST contract: `sandbox_not_found` 404, `sandbox_state_conflict` 409,
