@@ -20,10 +20,10 @@ EXT4_HDR := $(wildcard c/ext4/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4
 
-.PHONY: build quickstart test start stop bench lint fmt check native clean deps sanitize help
+.PHONY: build quickstart test start stop bench lint fmt check native clean deps sanitize help crash-sim soak fuzz
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 build: dist/agentenv ## build the executable dist/agentenv
 
@@ -41,6 +41,9 @@ stop: ## stop the server that `make start` or `make quickstart` started
 
 bench: build ## measure and print the figures of docs/performance.md
 	@scripts/bench.sh
+
+bench-%: build ## one file of tests/bench, e.g. bench-storage, bench-envd, bench-lifecycle
+	@AENV_BENCH=$* scripts/bench.sh
 
 deps: .tools/ready node_modules/.ready ## tools and packages only
 

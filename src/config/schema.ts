@@ -283,7 +283,7 @@ export const configSchema = z.object({
       iops_burst: rate(),
     }),
   }),
-  envd: table({ version: text("0.5.15"), init_timeout_secs: integer(60, 1), poll_ms: integer(3, 1) }),
+  envd: table({ version: text("0.6.13"), init_timeout_secs: integer(60, 1), poll_ms: integer(3, 1) }),
   sandbox: table({
     access_token_hash_seed: key(z.string().trim().min(1, "must not be blank when set").optional(), {
       env: "AENV_SANDBOX_ACCESS_TOKEN_HASH_SEED",
