@@ -86,10 +86,14 @@ export class BuildLog {
   /** Progress as log entries: each phase and item at its start, then at most every two seconds, and at its end. */
   progress(step: string): ProgressSink {
     const lastAt = new Map<string, number>();
+    /** Phases whose end was told: parallel work may report it many times. */
+    const ended = new Set<string>();
     return (event) => {
       const key = `${event.phase}\0${event.item ?? ""}`;
       const now = performance.now();
       const done = event.totalBytes !== undefined && event.doneBytes === event.totalBytes;
+      if (event.message === undefined && ended.has(key)) return;
+      if (done) ended.add(key);
       const last = lastAt.get(key);
       if (last !== undefined && !done && event.message === undefined && now - last < PROGRESS_INTERVAL_MS)
         return;
@@ -101,7 +105,9 @@ export class BuildLog {
 
 function describe(event: ProgressEvent): string {
   const mebibytes = (bytes: number): string => (bytes / 1048576).toFixed(1);
-  const what = event.item === undefined ? event.phase : `${event.phase} ${event.item}`;
+  // The first twelve digits of a digest tell layers apart, as everywhere in this field.
+  const item = event.item?.replace(/^(sha256:[0-9a-f]{12})[0-9a-f]{52}$/, "$1");
+  const what = item === undefined ? event.phase : `${event.phase} ${item}`;
   const parts = [what];
   if (event.doneBytes !== undefined) {
     parts.push(
