@@ -9,6 +9,7 @@ import { bindShim } from "./lib.ts";
  */
 const shim = bindShim({
   aenv_io_pread: { args: ["i32", "ptr", "f64", "u32", "f64"], returns: "i32" },
+  aenv_io_pread_cached: { args: ["i32", "ptr", "f64", "u32", "f64"], returns: "i32" },
   aenv_io_pwrite: { args: ["i32", "ptr", "f64", "u32", "f64"], returns: "i32" },
   aenv_io_fdatasync: { args: ["i32"], returns: "i32" },
   aenv_io_fsync: { args: ["i32"], returns: "i32" },
@@ -45,6 +46,26 @@ export function pread(
   checkRange(target, targetOffset, length, what);
   const result = shim.aenv_io_pread(fd, target, targetOffset, length, offset);
   return result >= 0 ? result : check(result, `read of ${length} bytes at ${offset} of ${what}`);
+}
+
+/**
+ * Like {@link pread}, but never waits for a disk: -1 when some of the bytes are not in the page cache (or the
+ * file system cannot tell). The buffer's content is arbitrary then. May start reading ahead.
+ */
+export function preadCached(
+  fd: number,
+  target: Uint8Array,
+  targetOffset: number,
+  length: number,
+  offset: number,
+  what: string,
+): number {
+  checkRange(target, targetOffset, length, what);
+  const result = shim.aenv_io_pread_cached(fd, target, targetOffset, length, offset);
+  if (result >= 0) return result;
+  const name = errnoName(-result);
+  if (name === "EAGAIN" || name === "EWOULDBLOCK" || name === "EOPNOTSUPP" || name === "ENOTSUP") return -1;
+  return check(result, `read of ${length} bytes at ${offset} of ${what}`);
 }
 
 /** Writes the whole of `source[sourceOffset, +length)` at `offset`. */

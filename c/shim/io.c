@@ -6,6 +6,7 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define AENV_EXPORT __attribute__((visibility("default")))
@@ -19,6 +20,29 @@ AENV_EXPORT int32_t aenv_io_pread(int32_t fd, void *buffer, double buffer_offset
 	uint32_t done = 0;
 	while (done < length) {
 		ssize_t n = pread(fd, at + done, length - done, (off_t)offset + done);
+		if (n == 0)
+			break;
+		if (n < 0) {
+			if (errno == EINTR)
+				continue;
+			return -errno;
+		}
+		done += (uint32_t)n;
+	}
+	return (int32_t)done;
+}
+
+AENV_EXPORT int32_t aenv_io_pread_cached(int32_t fd, void *buffer, double buffer_offset, uint32_t length,
+                                         double offset)
+{
+	if (length > INT32_MAX || buffer_offset < 0 || offset < 0)
+		return -EINVAL;
+	char *at = (char *)buffer + (size_t)buffer_offset;
+	uint32_t done = 0;
+	/* A short count is the end of the cached part or of the file: the next call tells which. */
+	while (done < length) {
+		struct iovec part = {.iov_base = at + done, .iov_len = length - done};
+		ssize_t n = preadv2(fd, &part, 1, (off_t)offset + done, RWF_NOWAIT);
 		if (n == 0)
 			break;
 		if (n < 0) {

@@ -14,6 +14,10 @@
  * the file. */
 int32_t aenv_io_pread(int32_t fd, void *buffer, double buffer_offset, uint32_t length, double offset);
 
+/* The same from the page cache alone: -EAGAIN where a byte is not in memory (then with any content in the
+ * buffer), -EOPNOTSUPP where the file system cannot tell. */
+int32_t aenv_io_pread_cached(int32_t fd, void *buffer, double buffer_offset, uint32_t length, double offset);
+
 /* Writes all length bytes at offset; returns length. A failure may leave a part written. */
 int32_t aenv_io_pwrite(int32_t fd, const void *buffer, double buffer_offset, uint32_t length, double offset);
 
