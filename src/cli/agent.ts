@@ -44,6 +44,9 @@ function headers(target: AgentTarget, contentType: string): Record<string, strin
   };
 }
 
+/** Failures to connect: nothing was sent. After any other failure that is not known. */
+const NOT_SENT: ReadonlySet<string> = new Set(["ECONNREFUSED", "ENOTFOUND", "EHOSTUNREACH", "ENETUNREACH"]);
+
 /** What a status means when the answer is the proxy's and not the agent's. */
 function codeOfStatus(status: number): string {
   if (status === 401) return "unauthenticated";
@@ -99,10 +102,9 @@ async function post(target: AgentTarget, method: string, call: Call): Promise<Re
     if (call.signal.aborted) {
       throw new AgentError("deadline_exceeded", `${method} got no answer in time`, call.signal.reason);
     }
-    // After a refusal nothing was sent; after anything else that is not known.
-    const refused = (cause as { readonly code?: unknown }).code === "ConnectionRefused";
+    const { code } = cause as { readonly code?: unknown };
     throw new AgentError(
-      refused ? "unavailable" : "cut",
+      typeof code === "string" && NOT_SENT.has(code) ? "unavailable" : "cut",
       `cannot reach the sandbox through ${target.url}`,
       cause,
     );

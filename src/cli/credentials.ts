@@ -71,19 +71,23 @@ export function keyProblem(apiKey: string): string | undefined {
 /** Written through a temporary file that is private from its first byte. */
 export async function saveCredentials(credentials: Credentials): Promise<string> {
   const path = credentialsPath();
-  const temporary = `${path}.${randomBytes(6).toString("hex")}.tmp`;
   try {
     await mkdir(dirname(path), { recursive: true, mode: 0o700 });
+    const temporary = `${path}.${randomBytes(6).toString("hex")}.tmp`;
     const file = await open(temporary, "wx", 0o600);
     try {
-      await file.writeFile(`${stringify({ url: credentials.url, api_key: credentials.apiKey })}\n`);
-      await file.sync();
-    } finally {
-      await file.close();
+      try {
+        await file.writeFile(`${stringify({ url: credentials.url, api_key: credentials.apiKey })}\n`);
+        await file.sync();
+      } finally {
+        await file.close();
+      }
+      await rename(temporary, path);
+    } catch (error) {
+      await rm(temporary, { force: true });
+      throw error;
     }
-    await rename(temporary, path);
   } catch (cause) {
-    await rm(temporary, { force: true });
     throw new CliError(`cannot write the credentials file ${path}`, { cause });
   }
   return path;

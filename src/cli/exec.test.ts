@@ -145,7 +145,7 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
       [
         "bash",
         "-c",
-        'aenv exec "$1" sh -c "echo \\$\\$ > pid1; exec yes" | head -1; echo "${PIPESTATUS[0]}"',
+        `aenv exec "$1" sh -c 'echo $$ > pid1; exec yes' | head -1; echo "\${PIPESTATUS[0]}"`,
         "-",
         id,
       ],

@@ -20,7 +20,9 @@ export class ShellInput {
   readonly #flow: { readonly pause: () => void; readonly resume: () => void };
   readonly #queue: Uint8Array[] = [];
   #queuedBytes = 0;
-  #holding = false;
+  /** The terminal is not read for now. */
+  #full = false;
+  #held = false;
   #wake: () => void = () => undefined;
 
   constructor(
@@ -37,10 +39,20 @@ export class ShellInput {
   send(bytes: Uint8Array): void {
     this.#queue.push(bytes);
     this.#queuedBytes += bytes.length;
-    if (this.#queuedBytes > MAX_QUEUED_BYTES && !this.#holding) {
-      this.#holding = true;
+    if (this.#queuedBytes > MAX_QUEUED_BYTES && !this.#full) {
+      this.#full = true;
       this.#flow.pause();
     }
+    this.#wake();
+  }
+
+  /** Keys wait: what they would bring about could not be seen. */
+  hold(): void {
+    this.#held = true;
+  }
+
+  release(): void {
+    this.#held = false;
     this.#wake();
   }
 
@@ -56,8 +68,8 @@ export class ShellInput {
   #taken(count: number): Uint8Array {
     const bytes = Buffer.concat(this.#queue.splice(0, count));
     this.#queuedBytes -= bytes.length;
-    if (this.#queuedBytes <= MAX_QUEUED_BYTES && this.#holding) {
-      this.#holding = false;
+    if (this.#queuedBytes <= MAX_QUEUED_BYTES && this.#full) {
+      this.#full = false;
       this.#flow.resume();
     }
     return bytes;
@@ -73,7 +85,7 @@ export class ShellInput {
       }
       if (this.#isClosed) return;
       await Bun.sleep(REOPEN_DELAY_MS);
-      if (this.#queue.length > 0 && !this.#isClosed) await this.#singleCall();
+      if (this.#queue.length > 0 && !this.#held && !this.#isClosed) await this.#singleCall();
     }
   }
 
@@ -86,7 +98,7 @@ export class ShellInput {
         return encodeInputStart(this.#pid);
       }
       const until = performance.now() + KEEPALIVE_MS;
-      while (this.#queue.length === 0) {
+      while (this.#queue.length === 0 || this.#held) {
         const left = until - performance.now();
         if (left <= 0) return encodeInputKeepalive();
         if (!(await this.#keys(left, broken.signal))) return undefined;

@@ -40,11 +40,11 @@ const SHELL_START_MS = 30_000;
 const RESIZE_POLL_MS = 250;
 const REATTACH_PAUSE_MS = 500;
 const REATTACH_MS = 800;
-/** How long a second output stream is compared with the first. */
+/** How far the main output stream may be behind a second one. */
 const COMPARE_MS = 750;
 /** Printable keys without any output for so long make the output stream suspicious. */
 const ECHO_MS = 500;
-/** A programme that reads without echo (a password) is asked about no more often than this. */
+/** Pause between attempts to get a second output stream. */
 const SUSPECT_PAUSE_MS = 5_000;
 const WATCH_MS = 1_000;
 const PROBE_MS = 200;
@@ -387,13 +387,14 @@ class Session {
 
   /** The output stream broke: attach to the same shell again. Resolves with undefined when that is done. */
   async #reattach(): Promise<SessionEnd | undefined> {
+    this.#input?.hold();
     while (!this.#over) {
       const end = await this.#ended();
       if (end !== undefined) return end;
       await Bun.sleep(REATTACH_PAUSE_MS);
       try {
-        const stream = await this.#connect();
-        this.#main = stream;
+        this.#main = await this.#connect();
+        this.#input?.release();
         return undefined;
       } catch (error) {
         if (!(error instanceof AgentError)) throw error;
@@ -428,8 +429,9 @@ class Session {
   }
 
   /**
-   * Opens a second stream. What only that one brings, for a while, tells that the main one is dead, and it
-   * takes its place with all it brought: nothing is lost or shown twice.
+   * Opens a second stream and keeps it until the main one brings something. If only the second one does,
+   * for a while, the main one is dead, and the second takes its place with all it brought: nothing is shown
+   * twice, and nothing lost that came after it was there.
    */
   async #compare(): Promise<void> {
     const main = this.#main;
@@ -439,26 +441,20 @@ class Session {
       return;
     }
     this.#second = second;
-    const drop = () => {
-      if (this.#second === second) this.#dropSecond();
-    };
-    const nothingCame = setTimeout(drop, COMPARE_MS);
     try {
       let event: ProcessEvent | undefined;
       do event = await second.next();
       while (event?.kind === "keepalive");
-      if (event === undefined) return drop();
+      if (event === undefined) throw new AgentError("unavailable", "the second stream ended");
       second.unread(event);
-      setTimeout(() => {
-        // Closing it sends the reader of the main stream to the second one.
-        if (this.#second === second) main?.close();
-      }, COMPARE_MS);
     } catch (error) {
-      drop();
+      if (this.#second === second) this.#dropSecond();
       throw error;
-    } finally {
-      clearTimeout(nothingCame);
     }
+    setTimeout(() => {
+      // Closing it sends the reader of the main stream to the second one.
+      if (this.#second === second) main?.close();
+    }, COMPARE_MS).unref();
   }
 
   #dropSecond(): void {

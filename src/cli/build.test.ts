@@ -1,0 +1,219 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { type Build, CliRig } from "../../tests/support/cli-rig.ts";
+import { Api } from "./api.ts";
+import { followBuild, templateNameOf } from "./build.ts";
+
+let rig: CliRig;
+beforeAll(async () => {
+  rig = await CliRig.start();
+});
+afterAll(() => rig[Symbol.asyncDispose]());
+
+const entry = (message: string, level: "debug" | "info" | "warn" | "error" = "info") => ({
+  timestamp: "2026-01-02T03:04:05.000Z",
+  level,
+  message,
+});
+
+/** A build that is at work until `finish` is called. */
+function working(): { readonly build: Promise<Build> } {
+  const { promise, resolve } = Promise.withResolvers<Build>();
+  rig.onBuild = resolve;
+  return { build: promise };
+}
+
+describe("aenv pull", () => {
+  test("piped: plain lines with the log, no control sequences", async () => {
+    const { build } = working();
+    const run = rig.aenv([
+      "pull",
+      "registry.example:5000/org/app:1.2",
+      "--cpu",
+      "2",
+      "--mem",
+      "512",
+      "--probe",
+      "8080",
+    ]);
+    const it = await build;
+    it.logs.push(entry("resolve image"), entry("not shown", "debug"), entry("layer 1/2\r\x1b[31mred"));
+    await Bun.sleep(1_300);
+    it.logs.push(entry("disk nearly full", "warn"));
+    it.status = "ready";
+    const { code, out, err } = await run;
+    const id = [...rig.templates.keys()].at(-1);
+    expect(code).toBe(0);
+    expect(out).toBe(`Created template ${id} (build ${id})\nTemplate ${id} is ready.\n`);
+    expect(err.split("\n").map((line) => line.replace(/^ *[\d.]+ s {2}/, ""))).toEqual([
+      "resolve image",
+      "layer 1/2 red",
+      "Build status: building",
+      "warn: disk nearly full",
+      "Build status: ready",
+      "",
+    ]);
+    expect(err).not.toContain("\r");
+    expect(err).not.toContain("\x1b");
+    expect(it.request).toMatchObject({
+      fromImage: "registry.example:5000/org/app:1.2",
+      readyCmd: "bash -c 'exec 3<>/dev/tcp/127.0.0.1/8080'",
+    });
+    expect(rig.templates.get(id!)?.aliases).toEqual(["app"]);
+  });
+
+  test("on a terminal: one line that is rewritten, problems above it", async () => {
+    const { build } = working();
+    const terminal = rig.terminal('aenv pull debian:12 --name mine; echo "[rc $?]"');
+    const it = await build;
+    it.logs.push(entry("layer 1/2"), entry("odd thing", "warn"));
+    await terminal.shows("Build status: building - layer 1/2");
+    await terminal.shows("Build status: building - layer 1/2\r\x1b[2K");
+    expect(terminal.screen()).toContain("warn: odd thing\r\n");
+    it.status = "ready";
+    await terminal.shows("[rc 0]\r\n");
+    const id = [...rig.templates.keys()].at(-1);
+    expect(terminal.screen()).toEndWith(`\r\x1b[2KTemplate ${id} is ready.\r\n[rc 0]\r\n`);
+    // Nothing but cleared and rewritten: no line per update.
+    expect(terminal.screen().match(/Build status[^\r]*\n/g)).toBeNull();
+  });
+
+  test("on a terminal that cannot rewrite lines: plain", async () => {
+    rig.onBuild = (build) => {
+      build.status = "ready";
+    };
+    const terminal = rig.terminal('aenv pull debian:12; echo "[rc $?]"', { TERM: "dumb" });
+    await terminal.shows("[rc 0]");
+    expect(terminal.screen()).not.toContain("\x1b");
+  });
+
+  test("a failed build", async () => {
+    rig.onBuild = (build) => {
+      build.logs.push(
+        ...Array.from({ length: 250 }, (_, i) => entry(`line ${i}`)),
+        entry("no space", "error"),
+      );
+      build.status = "error";
+      build.reason = { message: "the start command ended with 3", step: "startCmd" };
+    };
+    const run = await rig.aenv(["pull", "debian"]);
+    expect(run.code).toBe(1);
+    expect(run.err).toEndWith("Error: Build failed: the start command ended with 3 (step: startCmd)\n");
+    // All pages of the log were read before the end was believed.
+    expect(run.err).toContain("line 0\n");
+    expect(run.err).toContain("line 249\n");
+    expect(run.err).toContain("error: no space\n");
+  });
+
+  test("detached", async () => {
+    working();
+    const run = await rig.aenv(["pull", "debian", "-d"]);
+    const id = [...rig.templates.keys()].at(-1);
+    expect(run).toEqual({
+      code: 0,
+      out: `Created template ${id} (build ${id})\nBuild started.\nWatch it with: aenv template watch ${id}\n`,
+      err: "",
+    });
+  });
+
+  test("a deadline ends the watching only", async () => {
+    working();
+    const from = performance.now();
+    const run = await rig.aenv(["pull", "debian", "--timeout", "1"]);
+    const id = [...rig.templates.keys()].at(-1);
+    expect(run.code).toBe(1);
+    expect(performance.now() - from).toBeLessThan(5_000);
+    expect(run.err).toEndWith(
+      `Error: the build did not end within 1 s; it goes on\n  watch it with: aenv template watch ${id}\n`,
+    );
+  });
+
+  test("Ctrl-C ends the watching only", async () => {
+    const { build } = working();
+    const terminal = rig.terminal('trap : INT; aenv pull debian; echo "[rc $?]"');
+    const it = await build;
+    await terminal.shows("Build status: building");
+    terminal.type("\x03");
+    await terminal.shows("[rc 130]");
+    const id = [...rig.templates.keys()].at(-1);
+    expect(terminal.screen()).toContain(
+      `Stopped watching; the build goes on. Watch it with: aenv template watch ${id}\r\n`,
+    );
+    expect(terminal.screen()).not.toContain("Error");
+    expect(it.status).toBe("building");
+    // And that is how it is watched again, by id and by name.
+    const again = rig.aenv(["template", "watch", id!]);
+    const named = rig.aenv(["templates", "watch", "debian"]);
+    await Bun.sleep(300);
+    it.status = "ready";
+    expect(await again).toMatchObject({ code: 0, out: `Template ${id} is ready.\n` });
+    expect((await named).code).toBe(0);
+  });
+
+  test("the server is away for a moment", async () => {
+    const { build } = working();
+    const run = rig.aenv(["pull", "debian"]);
+    const it = await build;
+    await Bun.sleep(300);
+    await rig.silence();
+    await Bun.sleep(1_500);
+    it.status = "ready";
+    rig.listen();
+    const { code, err } = await run;
+    expect(code).toBe(0);
+    expect(err).toContain(`cannot reach the server at ${rig.url}; trying again\n`);
+  });
+
+  test("the server stays away; errors that do not pass are told at once", async () => {
+    const { id } = rig.template("far", "building");
+    const api = new Api({ url: rig.url, apiKey: "wrong" });
+    const pace = { pollMs: 10, retryDelaysMs: [10, 10] };
+    await expect(followBuild(api, id, id, { pace })).rejects.toThrow("authentication failed");
+    const nobody = new Api({ url: "http://127.0.0.1:1", apiKey: "k" });
+    await expect(followBuild(nobody, id, id, { pace })).rejects.toMatchObject({
+      message: "lost the server while watching the build, which may go on without it",
+      hint: `watch it with: aenv template watch ${id}`,
+    });
+    let asked = 0;
+    using busy = Bun.serve({
+      port: 0,
+      hostname: "127.0.0.1",
+      fetch() {
+        if (asked++ < 2) return new Response("", { status: 503 });
+        return Response.json({ templateID: id, buildID: "another", status: "ready" });
+      },
+    });
+    const mixed = new Api({ url: `http://127.0.0.1:${busy.port}`, apiKey: "k" });
+    await expect(followBuild(mixed, id, id, { pace })).rejects.toThrow(
+      `the server answered for build another`,
+    );
+    expect(asked).toBe(3);
+  });
+
+  test("an unknown status is shown and waited out", async () => {
+    const { build } = working();
+    const run = rig.aenv(["pull", "debian"]);
+    await build;
+    // The API's own schema has no such status: another server might.
+    let status = "polishing";
+    using other = Bun.serve({
+      port: 0,
+      hostname: "127.0.0.1",
+      fetch: () => Response.json({ templateID: "t", buildID: "b", status, logEntries: [] }),
+    });
+    const watched = followBuild(new Api({ url: `http://127.0.0.1:${other.port}`, apiKey: "k" }), "t", "b", {
+      pace: { pollMs: 20, retryDelaysMs: [] },
+    });
+    await Bun.sleep(100);
+    status = "ready";
+    expect(await watched).toBe(0);
+    (await build).status = "ready";
+    expect((await run).code).toBe(0);
+  });
+});
+
+test("names of templates", () => {
+  expect(templateNameOf("debian")).toBe("debian");
+  expect(templateNameOf("debian:12")).toBe("debian");
+  expect(templateNameOf("localhost:5000/org/app:1.2@sha256:0123")).toBe("app");
+  expect(templateNameOf("ghcr.io/a/b@sha256:0123")).toBe("b");
+});

@@ -1,0 +1,494 @@
+import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { mkdirSync, readdirSync, readFileSync, rmSync, statSync, writeFileSync } from "node:fs";
+import { join } from "node:path";
+import { API_KEY, CliRig } from "../../tests/support/cli-rig.ts";
+import { newId } from "../lib/ids.ts";
+import { version } from "../version.ts";
+import { parseInvocation } from "./command.ts";
+import { COMMANDS } from "./commands.ts";
+import { formatTable, plainText } from "./output.ts";
+
+let rig: CliRig;
+beforeAll(async () => {
+  rig = await CliRig.start();
+});
+afterAll(() => rig[Symbol.asyncDispose]());
+
+describe("aenv auth", () => {
+  const config = () => join(rig.dir, "auth-config");
+  const env = () => ({ XDG_CONFIG_HOME: config() });
+  const file = () => join(config(), "aenv/credentials");
+  const saved = () => readFileSync(file(), "utf8");
+
+  test("piped: saved as a private file and nothing else", async () => {
+    rmSync(config(), { recursive: true, force: true });
+    const run = await rig.aenv(["auth"], { env: env(), stdin: `http://host:1234///\n${API_KEY}\n` });
+    expect(run).toEqual({
+      code: 0,
+      out: "AENV server URL [http://localhost:8000]: API key: Credentials saved.\n",
+      err: "",
+    });
+    expect(Bun.TOML.parse(saved())).toEqual({ url: "http://host:1234", api_key: API_KEY });
+    expect(statSync(file()).mode & 0o777).toBe(0o600);
+    expect(readdirSync(join(config(), "aenv"))).toEqual(["credentials"]);
+  });
+
+  test("no line end, blanks around, Windows line ends, the default URL", async () => {
+    expect((await rig.aenv(["auth"], { env: env(), stdin: ` \r\n  ${API_KEY} ` })).code).toBe(0);
+    expect(Bun.TOML.parse(saved())).toEqual({ url: "http://localhost:8000", api_key: API_KEY });
+    writeFileSync(file(), "old", { mode: 0o644 });
+    expect((await rig.aenv(["auth"], { env: env(), stdin: `https://a.b\r\n${API_KEY}\r\n` })).code).toBe(0);
+    expect(statSync(file()).mode & 0o777).toBe(0o600);
+  });
+
+  test("bad answers change nothing", async () => {
+    writeFileSync(file(), "kept");
+    for (const [stdin, said] of [
+      ["", "ended before the URL"],
+      ["http://a\n", "ended before the API key"],
+      ["http://a\n\n", "the API key is empty"],
+      ["http://a\n   \n", "the API key is empty"],
+      ["localhost:8000\nkey\n", '"localhost:8000" is not an http or https URL'],
+      ["ftp://a\nkey\n", "is not an http or https URL"],
+      ["http://me:secret@a\nkey\n", "no user, query or fragment"],
+      ["http://a\nk\tey\n", "characters that no key has"],
+      ["http://a\nschlüssel\n", "characters that no key has"],
+    ] as const) {
+      const run = await rig.aenv(["auth"], { env: env(), stdin });
+      expect([stdin, run.code]).toEqual([stdin, 1]);
+      expect(run.err).toContain(said);
+      expect(run.out).not.toContain("saved");
+    }
+    expect(saved()).toBe("kept");
+  });
+
+  test("the place cannot be written", async () => {
+    const blocked = join(rig.dir, "blocked");
+    writeFileSync(blocked, "a file, not a directory");
+    const run = await rig.aenv(["auth"], { env: { XDG_CONFIG_HOME: blocked }, stdin: `\n${API_KEY}\n` });
+    expect(run.code).toBe(1);
+    expect(run.err).toContain(
+      `Error: cannot write the credentials file ${blocked}/aenv/credentials\n  caused by: `,
+    );
+  });
+
+  const settings = '[ "$before" = "$(stty -g)" ] && s=same || s=changed';
+  const onTerminal = () =>
+    rig.terminal(`before=$(stty -g); aenv auth; rc=$?; ${settings}; echo "[rc $rc $s]"`, env());
+
+  test("on a terminal the key is not shown; erase keys work", async () => {
+    const terminal = onTerminal();
+    await terminal.shows("AENV server URL [http://localhost:8000]: ");
+    terminal.type("http://typed\r");
+    await terminal.shows("API key: ");
+    await Bun.sleep(100);
+    terminal.type("nonsense\x15secr\x7f\x7fcret-key\r");
+    await terminal.shows("[rc 0 same]");
+    expect(Bun.TOML.parse(saved())).toEqual({ url: "http://typed", api_key: "secret-key" });
+    expect(terminal.screen()).not.toContain("key-");
+    expect(terminal.screen()).not.toContain("secr");
+  });
+
+  test("Ctrl-C, Ctrl-D and a kill during the hidden prompt leave the terminal and the file alone", async () => {
+    writeFileSync(file(), "kept");
+    for (const [end, code] of [
+      ["\x03", 130],
+      ["\x04", 1],
+      ["SIGTERM", 143],
+      ["SIGHUP", 129],
+    ] as const) {
+      const terminal = onTerminal();
+      await terminal.shows("8000]: ");
+      terminal.type("\r");
+      await terminal.shows("API key: ");
+      await Bun.sleep(100);
+      terminal.type("half");
+      if (end.startsWith("SIG")) process.kill(await terminal.aenvPid(), end);
+      else {
+        if (end === "\x04") terminal.type("\x15");
+        terminal.type(end);
+      }
+      await terminal.shows(`[rc ${code} same]`);
+    }
+    expect(saved()).toBe("kept");
+  });
+});
+
+describe("sandbox commands", () => {
+  test("list is JSON for programs, with every page", async () => {
+    rig.records.clear();
+    expect(await rig.aenv(["list"])).toEqual({ code: 0, out: "[]\n", err: "" });
+    const ids = Array.from({ length: 230 }, () => rig.sandbox());
+    const run = await rig.aenv(["ls"]);
+    expect(run.err).toBe("");
+    const items = JSON.parse(run.out) as { sandboxID: string }[];
+    expect(items.map((item) => item.sandboxID).sort()).toEqual(ids.sort());
+    expect(items[0]).toMatchObject({
+      state: "running",
+      cpuCount: 2,
+      memoryMB: 512,
+      diskSizeMB: 10_240,
+      alias: "debian",
+    });
+    expect(run.out).toStartWith("[\n  {\n    ");
+    expect(run.out).toEndWith("\n]\n");
+  });
+
+  test("list is a table on a terminal, or when asked", async () => {
+    rig.records.clear();
+    const first = rig.sandbox();
+    const second = rig.sandbox({ state: "paused", alias: undefined });
+    const row = (id: string, name: string, state: string) => `${id}  ${name}  ${state}`;
+    const template = rig.records.get(second)?.templateId ?? "";
+    const lines = [
+      `SANDBOX ID${" ".repeat(28)}TEMPLATE${" ".repeat(30)}STATE    CPU  MEM (MiB)  DISK (MiB)  STARTED`,
+      `${row(first, "debian".padEnd(36), "running")}  2    512        10240       2026-01-02 03:04:05`,
+      `${row(second, template, "paused ")}  2    512        10240       2026-01-02 03:04:05`,
+    ];
+    const asked = await rig.aenv(["list", "--output", "table"]);
+    expect(asked.out.split("\n").toSorted()).toEqual([...lines, ""].toSorted());
+    const terminal = rig.terminal(
+      "aenv list; stty cols 200; aenv ls --output=json | head -1; aenv ls --output json",
+    );
+    expect(await terminal.exited).toBe(0);
+    for (const line of lines) expect(terminal.screen()).toContain(`${line}\r\n`);
+    expect(terminal.screen()).toContain(`"sandboxID": "${first}"`);
+  });
+
+  test("start -d prints the id alone; pause, resume, timeout, delete tell what they did", async () => {
+    const started = await rig.aenv(["start", "debian", "-d", "--timeout", "77", "--secure"]);
+    const id = started.out.trim();
+    expect(started).toEqual({ code: 0, out: `${id}\n`, err: "" });
+    expect(rig.records.get(id)).toMatchObject({ alias: "debian", timeoutSeconds: 77 });
+    expect(await rig.aenv(["pause", id])).toEqual({ code: 0, out: `Paused ${id}\n`, err: "" });
+    expect(rig.records.get(id)?.state).toBe("paused");
+    expect(await rig.aenv(["pause", id])).toEqual({ code: 0, out: `Paused ${id}\n`, err: "" });
+    expect(await rig.aenv(["resume", id, "--timeout", "500"])).toEqual({
+      code: 0,
+      out: `Resumed ${id}\n`,
+      err: "",
+    });
+    expect(rig.records.get(id)?.state).toBe("running");
+    expect(await rig.aenv(["timeout", id, "600"])).toEqual({
+      code: 0,
+      out: `Timeout for ${id} set to 600s\n`,
+      err: "",
+    });
+    expect(await rig.aenv(["rm", id])).toEqual({ code: 0, out: `Deleted sandbox ${id}\n`, err: "" });
+    expect(rig.records.has(id)).toBe(false);
+    const again = await rig.aenv(["delete", id]);
+    expect(again.code).toBe(1);
+    expect(again.err).toBe(
+      `Error: HTTP 404: sandbox ${id} was not found\n  list the sandboxes there are with GET /v2/sandboxes or \`aenv list\`\n`,
+    );
+  });
+
+  test("an error shows the message, its causes and the way out", async () => {
+    const run = await rig.aenv(["start", "missing", "-d"]);
+    expect(run).toEqual({
+      code: 1,
+      out: "",
+      err: "Error: HTTP 400: template missing was not found\n  list the templates there are with `aenv template list`\n",
+    });
+    let text = JSON.stringify({
+      code: 500,
+      message: "no start",
+      cause: ["no disk", "quota"],
+      remediation: "buy one",
+    });
+    using failing = Bun.serve({
+      port: 0,
+      hostname: "127.0.0.1",
+      fetch: () => new Response(text, { status: 500 }),
+    });
+    try {
+      rig.login(`http://127.0.0.1:${failing.port}`);
+      expect((await rig.aenv(["start", "a", "-d"])).err).toBe(
+        "Error: HTTP 500: no start\n  caused by: no disk\n  caused by: quota\n  buy one\n",
+      );
+      text = "  gateway says no ";
+      expect((await rig.aenv(["list"])).err).toBe("Error: HTTP 500: gateway says no\n");
+      text = "";
+      expect((await rig.aenv(["list"])).err).toBe("Error: HTTP 500: no message\n");
+    } finally {
+      rig.login();
+    }
+  });
+
+  test("a reader that leaves is no error, a full disk is one", async () => {
+    rig.records.clear();
+    for (let i = 0; i < 400; i++) rig.sandbox();
+    rig.installCommand();
+    const run = async (script: string) => {
+      const child = Bun.spawn(["bash", "-c", script], { env: rig.env(), stdout: "pipe", stderr: "pipe" });
+      const [out, err] = await Promise.all([
+        new Response(child.stdout).text(),
+        new Response(child.stderr).text(),
+      ]);
+      return { out, err, code: await child.exited };
+    };
+    expect(await run(`aenv list | head -c 5 >/dev/null; echo "\${PIPESTATUS[0]}"`)).toEqual({
+      out: "0\n",
+      err: "",
+      code: 0,
+    });
+    const full = await run("aenv list > /dev/full");
+    expect(full.code).toBe(1);
+    expect(full.err).toStartWith("Error: cannot write to standard output\n");
+    rig.records.clear();
+  });
+});
+
+describe("template commands", () => {
+  test("list, delete by name and id", async () => {
+    const named = rig.template("base");
+    const nameless = rig.template(undefined, "error");
+    const items = JSON.parse((await rig.aenv(["template", "list"])).out) as { templateID: string }[];
+    expect(items.map((item) => item.templateID).sort()).toEqual([named.id, nameless.id].sort());
+    const table = (await rig.aenv(["templates", "ls", "--output", "table"])).out.split("\n");
+    expect(table[0]).toMatch(/^NAME +TEMPLATE ID +STATUS +CPU +MEM \(MiB\) +DISK \(MiB\) +UPDATED$/);
+    expect(table).toContain(`base  ${named.id}  ready   1    256        1024        2026-01-02 03:04:05`);
+    expect(table).toContain(`-     ${nameless.id}  error   1    256        1024        2026-01-02 03:04:05`);
+    expect(await rig.aenv(["template", "delete", "base"])).toEqual({
+      code: 0,
+      out: `Deleted template ${named.id}\n`,
+      err: "",
+    });
+    expect((await rig.aenv(["template", "rm", nameless.id])).out).toBe(`Deleted template ${nameless.id}\n`);
+    const gone = await rig.aenv(["template", "delete", "base"]);
+    expect(gone.code).toBe(1);
+    expect(gone.err).toContain("HTTP 404: template base was not found");
+  });
+});
+
+describe("the way to the server", () => {
+  test("no credentials, unusable credentials", async () => {
+    const home = join(rig.dir, "elsewhere");
+    const path = join(home, "aenv/credentials");
+    const env = { XDG_CONFIG_HOME: home };
+    expect(await rig.aenv(["list"], { env })).toEqual({
+      code: 1,
+      out: "",
+      err: `Error: there are no credentials at ${path}\n  run: aenv auth\n`,
+    });
+    mkdirSync(join(home, "aenv"), { recursive: true });
+    writeFileSync(path, 'url = "http://a"\napi_key = "top-secret\n');
+    const broken = await rig.aenv(["list"], { env });
+    expect(broken.code).toBe(1);
+    expect(broken.err).toStartWith(`Error: the credentials file ${path} is not valid TOML (line 2,`);
+    expect(broken.err).not.toContain("top-secret");
+    for (const [text, said] of [
+      ['url = "http://a"\n', "needs the texts url and api_key"],
+      ["url = 1\napi_key = 2\n", "needs the texts url and api_key"],
+      ['url = "a"\napi_key = "k"\n', '"a" is not an http or https URL'],
+      ['url = "http://a"\napi_key = ""\n', "the API key is empty"],
+    ] as const) {
+      writeFileSync(path, text);
+      const run = await rig.aenv(["list"], { env });
+      expect(run.code).toBe(1);
+      expect(run.err).toContain(said);
+      expect(run.err).toContain("run: aenv auth");
+    }
+    rmSync(path);
+    mkdirSync(path);
+    expect((await rig.aenv(["list"], { env })).err).toStartWith(
+      `Error: cannot read the credentials file ${path}\n`,
+    );
+    // Without XDG_CONFIG_HOME it is ~/.config.
+    const fallback = await rig.aenv(["list"], { env: { XDG_CONFIG_HOME: "", HOME: home } });
+    expect(fallback.err).toContain(`${home}/.config/aenv/credentials`);
+  });
+
+  test("nobody there, a wrong key, no such server", async () => {
+    try {
+      rig.login("http://127.0.0.1:1");
+      const refused = await rig.aenv(["list"]);
+      expect(refused).toMatchObject({ code: 1, out: "" });
+      expect(refused.err).toStartWith("Error: cannot reach the server at http://127.0.0.1:1\n  caused by: ");
+      expect(refused.err).toContain("is it running?");
+
+      rig.login(rig.url, "not-the-key");
+      const wrong = await rig.aenv(["list"]);
+      expect(wrong.code).toBe(1);
+      expect(wrong.err).toMatch(/^Error: authentication failed: .*X-API-Key/);
+      expect(wrong.err).toContain("aenv auth");
+      expect(wrong.err).not.toContain("not-the-key");
+
+      using page = Bun.serve({
+        port: 0,
+        hostname: "127.0.0.1",
+        fetch: (request) =>
+          request.url.includes("/v2/templates")
+            ? Response.redirect("http://127.0.0.1:1/other", 302)
+            : new Response("<html>hello</html>"),
+      });
+      rig.login(`http://127.0.0.1:${page.port}`);
+      const html = await rig.aenv(["list"]);
+      expect(html.code).toBe(1);
+      expect(html.err).toContain("something other than JSON");
+      expect(html.err).toContain("is that an AgentENV server?");
+      const moved = await rig.aenv(["template", "list"]);
+      expect(moved.code).toBe(1);
+      expect(moved.err).toContain("sends on to http://127.0.0.1:1/other");
+    } finally {
+      rig.login();
+    }
+  });
+
+  test("proxies of the environment are not for this machine", async () => {
+    const proxies = Object.fromEntries(
+      ["http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy"].map((name) => [
+        name,
+        "http://127.0.0.1:9",
+      ]),
+    );
+    try {
+      for (const host of ["127.0.0.1", "localhost"]) {
+        rig.login(rig.url.replace("127.0.0.1", host));
+        expect((await rig.aenv(["list"], { env: proxies })).code).toBe(0);
+      }
+    } finally {
+      rig.login();
+    }
+  });
+});
+
+describe("usage", () => {
+  const id = newId();
+
+  test.each([
+    [[]],
+    [["frobnicate"]],
+    [["--frobnicate"]],
+    [["pul"]],
+    [["list", "--frobnicate"]],
+    [["list", "extra"]],
+    [["list", "--output"]],
+    [["list", "--output", "yaml"]],
+    [["auth", "key"]],
+    [["pull"]],
+    [["pull", ""]],
+    [["pull", "a", "b"]],
+    [["pull", "a", "--cpu", "0"]],
+    [["pull", "a", "--cpu", "1.5"]],
+    [["pull", "a", "--memory", "much"]],
+    [["pull", "a", "--probe", "70000"]],
+    [["pull", "a", "--probe", "80", "--ready-cmd", "true"]],
+    [["pull", "a", "-d", "--timeout", "5"]],
+    [["pull", "a", "--timeout", "-5"]],
+    [["pull", "host:5000/"]],
+    [["start"]],
+    [["start", "a", "--timeout", "0"]],
+    [["start", "a", "--timeout", "1e3"]],
+    [["start", "a", "--timeout=99999999999999"]],
+    [["start", "a", "-dx"]],
+    [["start", "a", "--detach=yes"]],
+    [["exec"]],
+    [["exec", id]],
+    [["exec", "--user"]],
+    [["exec", "", "ls"]],
+    [["exec", "../x", "ls"]],
+    [["connect"]],
+    [["cn", "a", "b"]],
+    [["pause"]],
+    [["pause", ".."]],
+    [["resume", id, "--timeout", "soon"]],
+    [["timeout", id]],
+    [["timeout", id, "soon"]],
+    [["timeout", id, "-5"]],
+    [["timeout", id, "0"]],
+    [["delete", "a/b"]],
+    [["template"]],
+    [["template", "frobnicate"]],
+    [["template", "delete"]],
+    [["template", "delete", ".."]],
+    [["template", "watch"]],
+    [["completion"]],
+    [["completion", "tcsh"]],
+  ])("%p ends with 2 and touches nothing", async (args) => {
+    const before = rig.calls.length;
+    const run = await rig.aenv(args);
+    expect(run.code).toBe(2);
+    expect(run.out).toBe("");
+    expect(run.err.split("\n").every((line) => args.length === 0 || line.length < 160)).toBe(true);
+    if (args.length > 0) expect(run.err).toStartWith("Error: ");
+    expect(rig.calls.length).toBe(before);
+  });
+
+  test("what was probably meant", async () => {
+    expect((await rig.aenv(["strat"])).err).toBe('Error: unknown command "strat"\n  did you mean start?\n');
+    expect((await rig.aenv(["list", "--ouput", "json"])).err).toStartWith(
+      'Error: unknown option "--ouput", did you mean --output?\n',
+    );
+    expect((await rig.aenv(["template", "lsit"])).err).toContain("did you mean list?");
+    expect((await rig.aenv(["qqqqqq"])).err).toContain("aenv --help");
+  });
+
+  test("help for everything, with examples, on standard output", async () => {
+    const overview = await rig.aenv(["--help"]);
+    expect(overview.code).toBe(0);
+    expect(overview).toEqual(await rig.aenv(["-h"]));
+    expect(overview).toEqual(await rig.aenv(["help"]));
+    expect(overview.out).not.toContain("completion");
+    for (const command of COMMANDS) {
+      if (command.hidden !== true) expect(overview.out).toContain(command.name);
+      const help = await rig.aenv([...command.name.split(" "), "--help"]);
+      expect(help.code).toBe(0);
+      expect(help.out).toContain(`Usage: aenv ${command.name}`);
+      expect(command.examples.length).toBeGreaterThan(0);
+      for (const text of [...command.examples, ...command.flags.map((flag) => `--${flag.name}`)]) {
+        expect(help.out).toContain(text);
+      }
+    }
+    expect(await rig.aenv(["help", "start"])).toEqual(await rig.aenv(["start", "-h"]));
+    const group = await rig.aenv(["template", "--help"]);
+    expect(group.code).toBe(0);
+    expect(group.out).toContain("template watch <template>");
+    expect(await rig.aenv(["help", "templates"])).toEqual(group);
+  });
+
+  test("version", async () => {
+    for (const word of ["--version", "-V"]) {
+      expect((await rig.aenv([word])).out).toStartWith(`agentenv ${version} (`);
+    }
+  });
+
+  test("hidden spellings and the words of exec", () => {
+    const parse = (...words: string[]) => {
+      const name = words[0]!;
+      const parsed = parseInvocation(COMMANDS.find((command) => command.name === name)!, words.slice(1));
+      if (parsed === "help") throw new Error("help");
+      return parsed;
+    };
+    for (const spelling of ["--memory", "--memory-mb", "--mem"]) {
+      expect(parse("pull", "a", spelling, "512").flags.integer("memory", 1, 9999)).toBe(512);
+    }
+    expect(parse("pull", "--cpu-count=4", "a").flags.integer("cpu", 1, 9)).toBe(4);
+    expect(parse("exec", "id", "ls", "-l", "--help", "--").args).toEqual(["id", "ls", "-l", "--help", "--"]);
+    expect(parse("exec", "id", "--", "--", "x").args).toEqual(["id", "--", "x"]);
+    expect(parse("exec", "--", "id", "-x", "-y").args).toEqual(["id", "-x", "-y"]);
+    const withFlags = parse("exec", "--user", "me", "--cwd=/x", "id", "cmd", "--user", "you");
+    expect(withFlags.args).toEqual(["id", "cmd", "--user", "you"]);
+    expect([withFlags.flags.text("user"), withFlags.flags.text("cwd")]).toEqual(["me", "/x"]);
+  });
+});
+
+describe("output", () => {
+  test("cells that are missing, wide or hostile", () => {
+    expect(
+      formatTable(
+        ["A", "B"],
+        [
+          ["日本", undefined],
+          ["x\x1b[31my\r\n\x07", ""],
+          [0, null],
+        ],
+      ),
+    ).toBe("A     B\n日本  -\nxy    -\n0     -\n");
+  });
+
+  test("foreign text cannot steer the terminal", () => {
+    expect(plainText("a\x1b]0;title\x07b\x1b[2Jc\r\nd\te\x9b31mf ")).not.toMatch(/[\p{Cc}]/u);
+    expect(plainText("plain äö → 日本\n")).toBe("plain äö → 日本");
+  });
+});
