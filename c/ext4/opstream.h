@@ -23,6 +23,7 @@ enum op {
 	OP_WHITEOUT = 3, /* path: what lower layers have there disappears */
 	OP_OPAQUE = 4,   /* path of a directory: what lower layers have in it disappears */
 	OP_END = 5,
+	OP_TARGET = 6,   /* struct op_target: only in streams of COPY steps (c/envd/copy.c), first record there */
 };
 
 enum op_type {
@@ -64,6 +65,21 @@ struct op_segment {
 struct op_xattr {
 	uint32_t name_bytes;
 	uint32_t value_bytes;
+} __attribute__((packed));
+
+enum op_target_flags {
+	OP_TARGET_SOURCE_DIRECTORY = 1,  /* what is in the source goes into the target; else it is one file */
+	OP_TARGET_MUST_BE_DIRECTORY = 2, /* the target was written with a trailing slash */
+	OP_TARGET_EXISTED = 4,           /* set by the reader */
+};
+
+/* Followed by the target's path below the root and the file's name in it when it is a directory. */
+struct op_target {
+	uint32_t flags;
+	uint32_t uid; /* of directories that have to be made */
+	uint32_t gid;
+	uint32_t path_bytes;
+	uint32_t name_bytes;
 } __attribute__((packed));
 
 #endif
