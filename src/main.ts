@@ -29,6 +29,10 @@ async function runProgram(argv: string[]): Promise<number> {
       const { blockdMain } = await import("./storage/blockd/index.ts");
       return blockdMain(rest);
     }
+    case "merge-layers": {
+      const { mergeLayersMain } = await import("./sandbox/index.ts");
+      return mergeLayersMain();
+    }
     case "setup": {
       const { setupMain } = await import("./setup/index.ts");
       return setupMain(rest);

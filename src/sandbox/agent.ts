@@ -217,9 +217,8 @@ class Agent implements AgentClient {
     return waitHealthy(this.#address, timeoutMs, 3, signal);
   }
 
-  async init(identity: GuestIdentity): Promise<string> {
+  async init(identity: GuestIdentity, lifecycleId: string): Promise<string> {
     const deadline = performance.now() + 30_000;
-    const lifecycleID = Bun.randomUUIDv7();
     for (;;) {
       const reply = await call(this.#address, {
         method: "POST",
@@ -236,7 +235,7 @@ class Agent implements AgentClient {
           timestamp: monotonicTimestamp(),
           sandboxID: identity.sandboxId,
           templateID: identity.templateId,
-          lifecycleID,
+          lifecycleID: lifecycleId,
           entropy: Buffer.from(crypto.getRandomValues(new Uint8Array(64))).toString("base64"),
         }),
         timeoutMs: 10_000,
@@ -451,6 +450,13 @@ class Agent implements AgentClient {
       );
     }
   }
+}
+
+/** One look at `/health`; error `agent_unreachable` when it does not answer 2xx within the time. */
+export async function probeHealth(address: Address, timeoutMs: number): Promise<void> {
+  const { status } = await call(address, { method: "GET", path: "/health", timeoutMs });
+  if (status >= 200 && status < 300) return;
+  throw unreachable(address, "GET /health", new Error(`it answered ${status}`));
 }
 
 /** Polls `/health` every `pollMs` until it answers 2xx; `agent_not_ready` after `timeoutMs`. */

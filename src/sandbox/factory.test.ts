@@ -16,13 +16,13 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
 import type { MemoryImage, MemoryService } from "../memory/types.ts";
+import { DEFAULT_POLICY } from "../network/index.ts";
 import type { NetworkService, NetworkSlot } from "../network/types.ts";
 import { type SupervisedBlockd, superviseBlockd } from "../storage/blockd/index.ts";
 import type { BlockClient } from "../storage/blockd/protocol.ts";
 import { createLayerWriter, type LayerRef, openStack } from "../storage/overlaybd/index.ts";
 import type { VmExit, VmHandle, VmLaunchSpec, VmmDriver, VmRestoreSpec } from "../vmm/types.ts";
 import { createSandboxFactory } from "./index.ts";
-import { compactPrivateLayers } from "./layers.ts";
 import { processStartTicks } from "./live.ts";
 import type { BootSpec, SandboxFactory } from "./types.ts";
 
@@ -61,6 +61,9 @@ interface World {
     >
   >;
   cutRestackAnswer: boolean;
+  /** Layers of the base of each memory capture. */
+  readonly bases: number[];
+  adopted: number;
 }
 
 class FakeVm implements VmHandle {
@@ -115,25 +118,32 @@ function drop(what: string): void {
   if (at >= 0) world.held.splice(at, 1);
 }
 
+const slot = (index: number): NetworkSlot => {
+  failWhen("slot");
+  world.held.push("slot");
+  return {
+    index,
+    policy: DEFAULT_POLICY,
+    applyPolicy: async () => undefined,
+    policyReport: async () => ({
+      ...{ policy: DEFAULT_POLICY, restricted: false, filtered: false, rules: [], proxiedConnections: 0 },
+    }),
+    netnsPath: "/run/none",
+    tapName: "tap0",
+    hostAddress: "127.0.0.1",
+    guestAddress: "169.254.0.21",
+    gatewayAddress: "169.254.0.22",
+    prefixLength: 30,
+    dnsServer: "10.0.0.1",
+    macAddress: "02:00:00:00:00:01",
+    [Symbol.asyncDispose]: async () => drop("slot"),
+  };
+};
+
 const network: NetworkService = {
   start: async () => undefined,
-  adopt: async () => Promise.reject(new Error("not in this test")),
-  async acquire(): Promise<NetworkSlot> {
-    failWhen("slot");
-    world.held.push("slot");
-    return {
-      index: 7,
-      netnsPath: "/run/none",
-      tapName: "tap0",
-      hostAddress: "127.0.0.1",
-      guestAddress: "169.254.0.21",
-      gatewayAddress: "169.254.0.22",
-      prefixLength: 30,
-      dnsServer: "10.0.0.1",
-      macAddress: "02:00:00:00:00:01",
-      [Symbol.asyncDispose]: async () => drop("slot"),
-    };
-  },
+  adopt: async (index) => slot(index),
+  acquire: async () => slot(7),
   [Symbol.asyncDispose]: async () => undefined,
 };
 
@@ -148,6 +158,7 @@ const memory: MemoryService = {
     await Bun.sleep(5);
     failWhen("capture");
     writeFileSync(layerPath, `memory ${image.layers.length}`);
+    world.bases.push(image.layers.length);
     const newLayer: LayerRef = { file: layerPath, uuid: newId() };
     const timing = { dirtyBytes: 1, storedBytes: 1, zeroedBytes: 0, scanMs: 1, writeMs: 1 };
     return { image: { ...image, layers: [...image.layers, newLayer] }, newLayer, ...timing };
@@ -166,7 +177,11 @@ const vmm: VmmDriver = {
   probe: async () => ({ vmm: "qemu", version: "10", binary: "", mode: "tcg", reason: "", warnings: [] }),
   launch,
   restore: launch,
-  adopt: async () => undefined,
+  adopt: async (reference) => {
+    const vm = world.vms.find((one) => one.reference.vmId === reference.vmId);
+    if (vm !== undefined) world.adopted += 1;
+    return vm;
+  },
 };
 
 beforeAll(async () => {
@@ -207,7 +222,7 @@ afterAll(async () => {
 
 beforeEach(() => {
   home = mkdtempSync(join(base, "h-"));
-  world = { held: [], launches: [], vms: [], fail: {}, cutRestackAnswer: false };
+  world = { held: [], launches: [], vms: [], fail: {}, cutRestackAnswer: false, bases: [], adopted: 0 };
   agent = startFakeAgent(home);
   factory = open();
 });
@@ -458,28 +473,85 @@ describe("capture", () => {
     await running.stop();
   });
 
-  test("long chains are merged: same content, one layer, the shared ones untouched", async () => {
-    const dir = join(home, "chain");
-    mkdirSync(dir);
-    const layers = [];
-    const expected = new Uint8Array(40 * 4096);
-    for (let i = 0; i < 34; i++) {
-      const writer = createLayerWriter(join(dir, `disk-${i}.lsmt`), { virtualSizeBytes: MIB });
-      writer.append(i * 4096, new Uint8Array(8192).fill(i + 1));
-      expected.fill(i + 1, i * 4096, i * 4096 + 8192);
-      layers.push(writer.finish());
+  test("checkpoints: the VM runs on, each is complete by itself and relative to the one before", async () => {
+    const running = await factory.boot(spec());
+    const states = [];
+    for (let i = 0; i < 3; i++) states.push((await running.checkpoint(join(home, `point-${i}`))).state);
+    expect(world.bases).toEqual([0, 1, 2]);
+    expect(world.vms[0]!.running).toBeTrue();
+    const { timings } = await running.checkpoint(join(home, "point-3"));
+    expect(timings.stopped).toBeNumber();
+    expect(timings.stopped!).toBeLessThan(timings.total!);
+    expect(states.map((state) => state.memory.layers.length)).toEqual([1, 2, 3]);
+    expect(states.map((state) => state.rootfs.lowers.length)).toEqual([2, 3, 4]);
+    await running.stop();
+    for (const [i, state] of states.entries()) {
+      const resumed = await factory.resume({ identity: spec().identity, state });
+      expect(
+        state.memory.layers.every((layer) => layer.file.startsWith(join(home, `point-${i}/`))),
+      ).toBeTrue();
+      await resumed.stop();
     }
-    const chain = [baseLayer(), ...layers.map(({ digest: _, ...layer }) => layer)];
-    expect((await compactPrivateLayers(chain.slice(0, 33), dir, "disk")).layers).toEqual(chain.slice(0, 33));
-    const { layers: merged, replaced } = await compactPrivateLayers(chain, dir, "disk");
-    expect(merged).toHaveLength(2);
-    expect(merged[0]).toEqual(baseLayer());
-    expect(replaced).toHaveLength(34);
-    for (const layer of replaced) rmSync(layer.file);
-    using stack = openStack({ lowers: merged.slice(1), virtualSizeBytes: MIB });
-    const content = new Uint8Array(expected.length);
-    stack.read(0, content);
-    expect(content).toEqual(expected);
+  });
+
+  for (const step of ["capture", "restack", "resume"] as const) {
+    test(`a checkpoint with a failing ${step}`, async () => {
+      const running = await factory.boot(spec());
+      world.fail[step] = "restack_failed";
+      const error = await running.checkpoint(join(home, "point")).catch((thrown: unknown) => thrown);
+      const fatal = step === "resume";
+      expect(error instanceof AenvError && error.code === "capture_terminal").toBe(fatal);
+      expect(existsSync(join(home, "point"))).toBeFalse();
+      world.fail = {};
+      if (!fatal) {
+        expect(world.vms[0]!.running).toBeTrue();
+        await running.checkpoint(join(home, "point"));
+      }
+      await running.stop();
+    });
+  }
+});
+
+describe("adoption by another process", () => {
+  test("a running sandbox is taken over with all it has, goes on and is released as ever", async () => {
+    const boot = spec();
+    const first = await factory.boot(boot);
+    await first.checkpoint(join(home, "point"));
+    const lives = agent.inits.length;
+    const next = open();
+    const ticks = (world.vms[0]!.reference as { startTimeTicks: string }).startTimeTicks;
+    expect(ticks).toBe(processStartTicks(process.pid)!);
+    expect(await next.survivors()).toEqual([{ index: 7, policy: DEFAULT_POLICY }]);
+    const adopted = await next.adopt(boot.identity);
+    expect(adopted).toMatchObject({
+      sandboxId: boot.identity.sandboxId,
+      shape: boot.shape,
+      envdVersion: "0.5.15",
+    });
+    // The same life: connections of the guest are kept.
+    expect(new Set(agent.inits.slice(lives - 1).map((init) => init.lifecycleID)).size).toBe(1);
+    expect(await next.cleanUp()).toEqual({ vms: 0, devices: 0, workDirs: 0 });
+    expect((await adopted.checkpoint(join(home, "after"))).state.memory.layers).toHaveLength(2);
+    await adopted.stop();
+    world.held.splice(0);
+  });
+
+  test("what cannot be adopted says why, and the clean-up takes it away", async () => {
+    const boot = spec();
+    await expect(factory.adopt(boot.identity)).rejects.toMatchObject({ code: "sandbox_not_adoptable" });
+    const first = await factory.boot(boot);
+    const next = open();
+    const device = (await blockClient.list())[0]!;
+    await blockClient.release(device.deviceId);
+    await next.survivors();
+    await expect(next.adopt(boot.identity)).rejects.toThrow("the block daemon has no device");
+    world.vms.splice(0);
+    await expect(next.adopt(boot.identity)).rejects.toThrow("its VM has ended");
+    // Not the test's own process, which stands for the VM.
+    rmSync(join(home, "sandboxes", boot.identity.sandboxId, "live.json"));
+    expect(await next.cleanUp()).toMatchObject({ devices: 0, workDirs: 2 });
+    await first.stop();
+    world.held.splice(0);
   });
 });
 

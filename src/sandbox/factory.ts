@@ -4,7 +4,7 @@ import { makeDirDurable, removeTree, syncPath, writeDurable } from "../lib/durab
 import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { MemoryImage, MemoryLease, MemoryService } from "../memory/types.ts";
-import type { NetworkService, NetworkSlot } from "../network/types.ts";
+import type { KeptSlot, NetworkService, NetworkSlot } from "../network/types.ts";
 import type { BlockClient, DeviceInfo } from "../storage/blockd/protocol.ts";
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
 import { identityMismatch } from "../vmm/index.ts";
@@ -17,10 +17,19 @@ import type {
   VmmDriver,
   VmShape,
 } from "../vmm/types.ts";
-import { createAgentClient, parseAgentAddress, waitHealthy } from "./agent.ts";
-import { compactPrivateLayers, linkPrivateLayers, privateLayerName } from "./layers.ts";
+import { createAgentClient, parseAgentAddress, probeHealth, waitHealthy } from "./agent.ts";
+import {
+  createLayerMerger,
+  type LayerMerger,
+  layerSizes,
+  MAX_CHAIN,
+  planCompaction,
+  Substitutes,
+} from "./compaction.ts";
+import { isPrivate, linkPrivateLayers, privateLayerName } from "./layers.ts";
 import {
   findVmmProcesses,
+  isProcess,
   killProcess,
   type LiveRecord,
   listSandboxDirs,
@@ -29,8 +38,8 @@ import {
   writeLive,
 } from "./live.ts";
 import type {
-  AgentClient,
   BootSpec,
+  Capture,
   CapturedState,
   GuestIdentity,
   PhaseTimings,
@@ -54,6 +63,11 @@ export interface SandboxFactoryOptions {
   readonly initTimeoutMs: number;
   /** Pause between two probes of the agent. */
   readonly pollMs: number;
+  /**
+   * Command line of the `merge-layers` program (see createLayerMerger), which keeps the chains of running
+   * sandboxes short. Absent: chains grow with every capture.
+   */
+  readonly mergeCommand?: readonly string[];
   readonly log: Logger;
   /** Port of the agent behind a slot's host address. Default: the guest port; tests differ. */
   readonly agentPort?: number;
@@ -62,6 +76,8 @@ export interface SandboxFactoryOptions {
 const DEVICE_PREFIX = "sbx-";
 const ROOT_DRIVE_ID = "rootfs";
 const KILL_GRACE_MS = 2000;
+/** How long the adoption of a sandbox waits for its agent; one that is slower is told later. */
+const ADOPTION_INIT_MS = 1000;
 
 /** Words for the guest kernel and our init; the same for a boot and every restore of what it became. */
 export function kernelArguments(slot: NetworkSlot, extra: readonly string[]): string[] {
@@ -139,12 +155,10 @@ function rootDrive(device: DeviceInfo): VmDrive {
   };
 }
 
-function upperRef(dir: string, number: number): UpperRef {
-  return {
-    data: join(dir, `upper-${number}.data`),
-    index: join(dir, `upper-${number}.index`),
-    mode: "logStructured",
-  };
+/** Names are never used twice, whichever process gives them. */
+function freshUpper(dir: string): UpperRef {
+  const stem = join(dir, `upper-${Bun.randomUUIDv7()}`);
+  return { data: `${stem}.data`, index: `${stem}.index`, mode: "logStructured" };
 }
 
 interface StartSpec {
@@ -158,10 +172,14 @@ interface StartSpec {
 
 class Factory implements SandboxFactory {
   readonly #options: SandboxFactoryOptions;
+  readonly #merge: LayerMerger | undefined;
   readonly #active = new Set<string>();
+  /** Slots of an earlier process that the network service kept and nobody has adopted yet, by sandbox. */
+  readonly #kept = new Map<string, number>();
 
   constructor(options: SandboxFactoryOptions) {
     this.#options = options;
+    this.#merge = options.mergeCommand === undefined ? undefined : createLayerMerger(options.mergeCommand);
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {
@@ -188,35 +206,24 @@ class Factory implements SandboxFactory {
   }
 
   async #start(spec: StartSpec): Promise<RunningSandbox> {
-    const { vmm, memory, network, blockClient, rootDir, runtimeDir, log } = this.#options;
+    const { vmm, memory, network, blockClient, rootDir, log } = this.#options;
     const { sandboxId } = spec.identity;
     const generation = crypto.randomUUID().slice(0, 8);
     const watch = new Stopwatch();
-    if (this.#active.has(sandboxId)) {
-      throw new AenvError({
-        code: "sandbox_state_conflict",
-        status: 409,
-        message: `sandbox ${sandboxId} runs already`,
-      });
-    }
-    this.#active.add(sandboxId);
-    await using stack = new AsyncDisposableStack();
-    stack.defer(() => void this.#active.delete(sandboxId));
+    await using stack = this.#claim(sandboxId);
 
-    const sandboxDir = join(rootDir, sandboxId);
-    const workDir = join(sandboxDir, generation);
-    const layerDir = join(workDir, "layers");
-    const vmDir = join(runtimeDir, "vm", `${sandboxId}-${generation}`);
+    const { sandboxDir, workDir, layerDir, vmDir } = this.#dirs(sandboxId, generation);
     const deviceId = `${DEVICE_PREFIX}${sandboxId}-${generation}`;
     stack.defer(() => removeTree(sandboxDir));
     await mkdir(layerDir, { recursive: true, mode: 0o700 });
     stack.defer(() => removeTree(vmDir));
     await mkdir(vmDir, { recursive: true, mode: 0o700 });
-    const live: LiveRecord = {
-      version: 1,
+    let live: LiveRecord = {
+      version: 2,
       sandboxId,
       generation,
       deviceId,
+      lifecycleId: crypto.randomUUID(),
       startedAt: new Date().toISOString(),
     };
     await writeLive(rootDir, live);
@@ -235,14 +242,15 @@ class Factory implements SandboxFactory {
         stack.defer(() => blockClient.release(deviceId));
         return blockClient.create({
           deviceId,
-          image: { lowers, upper: upperRef(workDir, 0), virtualSizeBytes: spec.rootfs.virtualSizeBytes },
+          image: { lowers, upper: freshUpper(workDir), virtualSizeBytes: spec.rootfs.virtualSizeBytes },
           readOnly: false,
           exportKind: "nbd",
         });
       }),
       watch.measure("memory", async () => stack.use(await memory.materialize(memoryImage))),
     ]);
-    await writeLive(rootDir, { ...live, slotIndex: slot.index });
+    live = { ...live, slotIndex: slot.index, policy: slot.policy };
+    await writeLive(rootDir, live);
 
     const launch: VmLaunchSpec = {
       vmId: sandboxId,
@@ -263,12 +271,10 @@ class Factory implements SandboxFactory {
           : await vmm.restore({ ...launch, deviceStatePath: spec.deviceStatePath }),
       ),
     );
-    await writeLive(rootDir, { ...live, slotIndex: slot.index, vm: vm.reference });
+    live = { ...live, vm: vm.reference };
+    await writeLive(rootDir, live);
 
-    const agentAddress =
-      this.#options.agentPort === undefined
-        ? slot.hostAddress
-        : `${slot.hostAddress}:${this.#options.agentPort}`;
+    const agentAddress = this.#agentAddress(slot);
     const agent = createAgentClient(agentAddress, spec.identity.accessToken);
     const died = new AbortController();
     vm.exited.then((exit) => died.abort(vmDied(sandboxId, exit)));
@@ -280,8 +286,13 @@ class Factory implements SandboxFactory {
         died.signal,
       ),
     );
-    const envdVersion = await watch.measure("init", () => agent.init(spec.identity));
+    const envdVersion = await watch.measure("init", () => agent.init(spec.identity, live.lifecycleId));
     died.signal.throwIfAborted();
+    live = {
+      ...live,
+      adoptable: { shape: spec.shape, envdVersion, memory: memoryImage, base: memoryImage },
+    };
+    await writeLive(rootDir, live);
 
     const timings = watch.timings();
     log.info(
@@ -290,13 +301,11 @@ class Factory implements SandboxFactory {
     );
     return new Running({
       factory: this.#options,
-      spec,
+      merge: this.#merge,
+      live,
       vm,
       agentAddress,
-      slot,
       device,
-      memoryImage,
-      envdVersion,
       timings,
       workDir,
       layerDir,
@@ -304,8 +313,123 @@ class Factory implements SandboxFactory {
     });
   }
 
+  /** One VM per sandbox id at a time; the stack's disposal ends the claim. */
+  #claim(sandboxId: string): AsyncDisposableStack {
+    if (this.#active.has(sandboxId)) {
+      throw new AenvError({
+        code: "sandbox_state_conflict",
+        status: 409,
+        message: `sandbox ${sandboxId} runs already`,
+      });
+    }
+    this.#active.add(sandboxId);
+    const stack = new AsyncDisposableStack();
+    stack.defer(() => void this.#active.delete(sandboxId));
+    return stack;
+  }
+
+  #dirs(sandboxId: string, generation: string) {
+    const sandboxDir = join(this.#options.rootDir, sandboxId);
+    const workDir = join(sandboxDir, generation);
+    return {
+      sandboxDir,
+      workDir,
+      layerDir: join(workDir, "layers"),
+      vmDir: join(this.#options.runtimeDir, "vm", `${sandboxId}-${generation}`),
+    };
+  }
+
+  #agentAddress(slot: NetworkSlot): string {
+    const { agentPort } = this.#options;
+    return agentPort === undefined ? slot.hostAddress : `${slot.hostAddress}:${agentPort}`;
+  }
+
+  async survivors(): Promise<KeptSlot[]> {
+    const { rootDir, log } = this.#options;
+    const kept: KeptSlot[] = [];
+    for (const id of await listSandboxDirs(rootDir)) {
+      if (this.#active.has(id)) continue;
+      const live = await readLive(rootDir, id, log);
+      if (live?.adoptable === undefined || live.vm === undefined || live.slotIndex === undefined) continue;
+      if (!isProcess(live.vm.pid, live.vm.startTimeTicks)) continue;
+      this.#kept.set(id, live.slotIndex);
+      kept.push({ index: live.slotIndex, ...(live.policy === undefined ? {} : { policy: live.policy }) });
+    }
+    return kept;
+  }
+
+  async adopt(identity: GuestIdentity): Promise<RunningSandbox> {
+    const { vmm, memory, network, blockClient, rootDir, log } = this.#options;
+    const { sandboxId } = identity;
+    const lost = (why: string, cause?: unknown): AenvError =>
+      new AenvError({
+        code: "sandbox_not_adoptable",
+        status: 410,
+        message: `sandbox ${sandboxId} was not found as it was left: ${why}`,
+        cause,
+      });
+    const live = await readLive(rootDir, sandboxId, log);
+    if (live?.adoptable === undefined || live.vm === undefined || live.slotIndex === undefined) {
+      throw lost("there is no record of a running VM");
+    }
+    const { slotIndex, deviceId, adoptable, vm: reference } = live;
+    const watch = new Stopwatch();
+    await using stack = this.#claim(sandboxId);
+    const vm = await watch.measure("vmm", () => vmm.adopt(reference));
+    if (vm === undefined) throw lost("its VM has ended");
+    // Not in the stack yet: one that cannot be adopted is left for `cleanUp`, which knows all that it held.
+    const device = await blockClient.get(deviceId);
+    if (device === undefined) throw lost(`the block daemon has no device ${deviceId}`);
+    if (device.failure !== undefined) throw lost(`its disk cannot be used (${device.failure})`);
+    const slot = await network.adopt(slotIndex).catch((error: unknown) => {
+      throw lost("its network slot is gone", error);
+    });
+    this.#kept.delete(sandboxId);
+    const undo = new AsyncDisposableStack();
+    undo.use(slot);
+    let lease: MemoryLease;
+    try {
+      lease = undo.use(await memory.materialize(adoptable.memory));
+      // It may have stood still for a capture that ended with the process that made it.
+      await vm.resume();
+    } catch (error) {
+      await undo.disposeAsync();
+      throw lost("it could not be set running again", error);
+    }
+    undo.move();
+
+    const { sandboxDir, workDir, layerDir, vmDir } = this.#dirs(sandboxId, live.generation);
+    // In the order in which a start acquires them; the claim is the first.
+    stack.defer(() => removeTree(sandboxDir));
+    stack.defer(() => removeTree(vmDir));
+    stack.use(slot);
+    stack.defer(() => blockClient.release(deviceId));
+    stack.use(lease);
+    stack.use(vm);
+    const agentAddress = this.#agentAddress(slot);
+    const running = new Running({
+      factory: this.#options,
+      merge: this.#merge,
+      live,
+      vm,
+      agentAddress,
+      device,
+      timings: watch.timings(),
+      workDir,
+      layerDir,
+      resources: stack.move(),
+    });
+    // A guest that has not stood still needs no new clock, and a slow one must not hold up the start.
+    const told = running.reinit(identity).catch((error: unknown) => {
+      log.warn({ err: error, sandboxId }, "the agent of an adopted sandbox does not answer");
+    });
+    await Promise.race([told, Bun.sleep(ADOPTION_INIT_MS)]);
+    log.info({ sandboxId, pid: reference.pid, slotIndex }, "running sandbox of an earlier process adopted");
+    return running;
+  }
+
   async cleanUp(): Promise<{ vms: number; devices: number; workDirs: number }> {
-    const { rootDir, runtimeDir, blockClient, log } = this.#options;
+    const { rootDir, runtimeDir, blockClient, network, log } = this.#options;
     let vms = 0;
     let devices = 0;
     let workDirs = 0;
@@ -332,6 +456,14 @@ class Factory implements SandboxFactory {
       if (!device.deviceId.startsWith(DEVICE_PREFIX) || this.#active.has(id)) continue;
       await blockClient.release(device.deviceId);
       devices += 1;
+    }
+    for (const [id, index] of this.#kept) {
+      try {
+        await (await network.adopt(index))[Symbol.asyncDispose]();
+      } catch (error) {
+        log.warn({ err: error, sandboxId: id, slotIndex: index }, "a kept network slot was not released");
+      }
+      this.#kept.delete(id);
     }
     for (const dir of dirs) {
       await removeTree(dir);
@@ -363,34 +495,52 @@ function vmDied(sandboxId: string, exit: VmExit): AenvError {
 
 interface RunningParts {
   readonly factory: SandboxFactoryOptions;
-  readonly spec: StartSpec;
+  readonly merge: LayerMerger | undefined;
+  readonly live: LiveRecord;
   readonly vm: VmHandle;
   readonly agentAddress: string;
-  readonly slot: NetworkSlot;
   readonly device: DeviceInfo;
-  /** What the VM's memory file holds. A capture is always relative to it: the mapping does not change. */
-  readonly memoryImage: MemoryImage;
-  readonly envdVersion: string;
   readonly timings: PhaseTimings;
   readonly workDir: string;
   readonly layerDir: string;
   readonly resources: AsyncDisposableStack;
 }
 
+/** What is taken from a VM that stands still, before it is made into a directory of its own. */
+interface Taken {
+  readonly deviceStatePath: string;
+  readonly memory: MemoryImage;
+  readonly lowers: readonly LayerRef[];
+}
+
 class Running implements RunningSandbox {
   readonly #parts: RunningParts;
+  readonly #shape: VmShape;
+  /** What the VM's memory file holds: the mapping does not change. */
+  readonly #mapped: MemoryImage;
+  /** What a capture is relative to: the mapped image with the layers of the checkpoints since. */
+  #base: MemoryImage;
   #envdVersion: string;
-  #uppers = 1;
   #stopping: Promise<void> | undefined;
   #released = false;
+  readonly #substitutes = { disk: new Substitutes(), memory: new Substitutes() };
+  #compacting: Promise<void> | undefined;
+  /** Set while a capture reads the chains. */
+  #capturing = false;
 
   constructor(parts: RunningParts) {
+    const { adoptable } = parts.live;
+    assert(adoptable !== undefined, "a sandbox that runs can be adopted");
     this.#parts = parts;
-    this.#envdVersion = parts.envdVersion;
+    this.#shape = adoptable.shape;
+    this.#mapped = adoptable.memory;
+    this.#base = adoptable.base;
+    this.#envdVersion = adoptable.envdVersion;
+    this.#compactSoon(parts.device.image.lowers);
   }
 
   get sandboxId(): string {
-    return this.#parts.spec.identity.sandboxId;
+    return this.#parts.live.sandboxId;
   }
   get hostAddress(): string {
     return this.#parts.agentAddress;
@@ -399,7 +549,7 @@ class Running implements RunningSandbox {
     return this.#envdVersion;
   }
   get shape(): VmShape {
-    return this.#parts.spec.shape;
+    return this.#shape;
   }
   get diskSizeBytes(): number {
     return this.#parts.device.virtualSizeBytes;
@@ -414,81 +564,226 @@ class Running implements RunningSandbox {
     return this.#parts.timings;
   }
 
-  async capture(dir: string): Promise<{ state: CapturedState; timings: PhaseTimings }> {
-    const { vm, factory } = this.#parts;
+  async capture(dir: string): Promise<Capture> {
     const watch = new Stopwatch();
-    let paused = false;
+    return this.#capture(dir, watch, async () => {
+      const taken = await this.#takeStopped(dir, dir, watch);
+      try {
+        return await watch.measure("commit", () => this.#commit(dir, taken));
+      } catch (error) {
+        throw await this.#recover(error, true);
+      }
+    });
+  }
+
+  async checkpoint(dir: string): Promise<Capture> {
+    const watch = new Stopwatch();
+    return this.#capture(dir, watch, async () => {
+      const taken = await watch.measure("stopped", async () => {
+        const stillness = await this.#takeStopped(dir, this.#parts.layerDir, watch);
+        try {
+          await watch.measure("vmm_resume", () => this.#parts.vm.resume());
+        } catch (error) {
+          throw this.#terminal(error, `it does not run again (${errorChain(error).join(": ")})`);
+        }
+        return stillness;
+      });
+      // The next checkpoint stores only what is written from here on.
+      this.#base = taken.memory;
+      const state = await watch.measure("commit", () => this.#commit(dir, taken));
+      await this.#writeLive();
+      this.#compactSoon(taken.lowers);
+      return state;
+    });
+  }
+
+  /** A failure leaves nothing in `dir`. */
+  async #capture(dir: string, watch: Stopwatch, work: () => Promise<CapturedState>): Promise<Capture> {
+    this.#capturing = true;
     try {
-      await makeDirDurable(dir);
-      await watch.measure("vmm_pause", () => vm.pause());
-      paused = true;
-      const state = await this.#capturePaused(dir, watch);
+      await this.#prepare(dir, watch);
+      const state = await work();
       return { state, timings: watch.timings() };
     } catch (error) {
       await removeTree(dir).catch((cleanup: unknown) =>
-        factory.log.warn({ err: cleanup, dir }, "an incomplete capture could not be removed"),
+        this.#parts.factory.log.warn({ err: cleanup, dir }, "an incomplete capture could not be removed"),
       );
-      throw await this.#recover(error, paused);
+      throw error;
+    } finally {
+      this.#capturing = false;
     }
+  }
+
+  /**
+   * What can be done before the guest has to stand still: it waits for less, and a disk that does not answer
+   * or is full is noticed while it still runs.
+   */
+  async #prepare(dir: string, watch: Stopwatch): Promise<void> {
+    const { factory, device } = this.#parts;
+    await makeDirDurable(dir);
+    await watch.measure("flush", () => factory.blockClient.flush(device.deviceId));
+  }
+
+  #terminal(cause: unknown, why: string): AenvError {
+    return new AenvError({
+      code: "capture_terminal",
+      message: `sandbox ${this.sandboxId} could not be captured and cannot go on: ${why}`,
+      cause,
+    });
   }
 
   /** Puts a half-paused VM back to work; the error to throw says whether that succeeded. */
   async #recover(error: unknown, paused: boolean): Promise<unknown> {
-    const terminal = (cause: unknown, why: string): AenvError =>
-      new AenvError({
-        code: "capture_terminal",
-        message: `sandbox ${this.sandboxId} could not be captured and cannot go on: ${why}`,
-        cause,
-      });
-    if (isTerminal(error)) return terminal(error, errorChain(error).join(": "));
+    if (isTerminal(error)) return this.#terminal(error, errorChain(error).join(": "));
     try {
       // Also when the pause itself failed: it may have stopped the vCPUs before its answer got lost.
       await this.#parts.vm.resume();
     } catch (resumeError) {
       if (!paused)
         this.#parts.factory.log.error({ err: resumeError }, "VM does not answer after a failed pause");
-      return terminal(error, `it does not run again (${errorChain(resumeError).join(": ")})`);
+      return this.#terminal(error, `it does not run again (${errorChain(resumeError).join(": ")})`);
     }
     return error;
   }
 
-  async #capturePaused(dir: string, watch: Stopwatch): Promise<CapturedState> {
-    const { vm, factory, memoryImage, device, spec } = this.#parts;
+  /** Stops the VM and takes its state; it stands still afterwards. On error it runs again, or is terminal. */
+  async #takeStopped(dir: string, memoryDir: string, watch: Stopwatch): Promise<Taken> {
+    let paused = false;
+    try {
+      await watch.measure("vmm_pause", () => this.#parts.vm.pause());
+      paused = true;
+      return await this.#take(dir, memoryDir, watch);
+    } catch (error) {
+      throw await this.#recover(error, paused);
+    }
+  }
+
+  /**
+   * The VM stands still. The device state goes to `dir`, the memory layer to `memoryDir`, the sealed disk
+   * layer to the sandbox's own layers. A failure before the seal leaves the sandbox as it was.
+   */
+  async #take(dir: string, memoryDir: string, watch: Stopwatch): Promise<Taken> {
+    const { vm, factory } = this.#parts;
+    const base = this.#base;
     const deviceStatePath = join(dir, "device.state");
     await watch.measure("device_state", async () => {
       await vm.saveDeviceState(deviceStatePath);
       await syncPath(deviceStatePath);
     });
-    const [memoryLayer, diskLowers] = await settleAll<[LayerRef | undefined, readonly LayerRef[]]>([
+    const memoryPath = join(memoryDir, privateLayerName("memory"));
+    const [memoryLayer, lowers] = await settleAll<[LayerRef | undefined, readonly LayerRef[]]>([
       watch.measure("memory_capture", async () => {
-        const path = join(dir, privateLayerName("memory"));
-        return (await factory.memory.capture(vm.reference, memoryImage, path)).newLayer;
+        return (await factory.memory.capture(vm.reference, base, memoryPath)).newLayer;
       }),
       watch.measure("disk_seal", () => this.#sealDisk()),
-    ]);
-    return watch.measure("commit", async () => {
-      const memoryLayers = await linkPrivateLayers(memoryImage.layers, dir);
-      if (memoryLayer !== undefined) {
-        const { digest: _, ...ref } = memoryLayer;
-        memoryLayers.push(ref);
-      }
-      const lowers = await linkPrivateLayers(diskLowers, dir);
-      const memory = await compactPrivateLayers(memoryLayers, dir, "memory");
-      const disk = await compactPrivateLayers(lowers, dir, "disk");
-      for (const layer of [...memory.replaced, ...disk.replaced]) await removeTree(layer.file);
-      const state: CapturedState = {
-        version: 1,
-        vm: await factory.vmm.identity,
-        shape: spec.shape,
-        deviceStatePath,
-        memory: { sizeBytes: memoryImage.sizeBytes, layers: memory.layers },
-        rootfs: { lowers: disk.layers, virtualSizeBytes: device.virtualSizeBytes },
-        envdVersion: this.#envdVersion,
-      };
-      // Last: a directory with this file is complete, and it syncs the names of all the others.
-      await writeDurable(join(dir, "state.json"), `${JSON.stringify(state, null, 2)}\n`);
-      return state;
+    ]).catch(async (error: unknown) => {
+      await removeTree(memoryPath);
+      throw error;
     });
+    const layers = [...base.layers];
+    if (memoryLayer !== undefined) {
+      const { digest: _, ...ref } = memoryLayer;
+      layers.push(ref);
+    }
+    return { deviceStatePath, memory: { sizeBytes: base.sizeBytes, layers }, lowers };
+  }
+
+  /** Makes the directory complete in itself; the VM may run meanwhile. */
+  async #commit(dir: string, taken: Taken): Promise<CapturedState> {
+    const { factory, device } = this.#parts;
+    const memory = await this.#shortened(taken.memory.layers, "memory");
+    const disk = await this.#shortened(taken.lowers, "disk");
+    const state: CapturedState = {
+      version: 1,
+      vm: await factory.vmm.identity,
+      shape: this.#shape,
+      deviceStatePath: taken.deviceStatePath,
+      memory: { sizeBytes: taken.memory.sizeBytes, layers: await linkPrivateLayers(memory, dir) },
+      rootfs: {
+        lowers: await linkPrivateLayers(disk, dir),
+        virtualSizeBytes: device.virtualSizeBytes,
+      },
+      envdVersion: this.#envdVersion,
+    };
+    // Last: a directory with this file is complete, and it syncs the names of all the others.
+    await writeDurable(join(dir, "state.json"), `${JSON.stringify(state, null, 2)}\n`);
+    return state;
+  }
+
+  // ---- chains -----------------------------------------------------------------------------------
+
+  /** The chain with what has been merged; one that is too long nevertheless is merged now. */
+  async #shortened(layers: readonly LayerRef[], kind: "disk" | "memory"): Promise<LayerRef[]> {
+    const chain = this.#substitutes[kind].apply(layers);
+    if (chain.length <= MAX_CHAIN || this.#parts.merge === undefined) return chain;
+    await this.#mergeTop(chain, kind);
+    return this.#substitutes[kind].apply(layers);
+  }
+
+  /** Merges what is worth it in the background. What comes of it is used by later captures. */
+  #compactSoon(lowers: readonly LayerRef[]): void {
+    const { merge, factory } = this.#parts;
+    if (merge === undefined || this.#compacting !== undefined || this.#stopping !== undefined) return;
+    const base = this.#base;
+    const compact = async (): Promise<void> => {
+      await this.#mergeTop(this.#substitutes.disk.apply(lowers), "disk");
+      await this.#mergeTop(this.#substitutes.memory.apply(base.layers), "memory");
+      await this.#shortenBase();
+    };
+    this.#compacting = compact()
+      .catch((error: unknown) => {
+        // The sandbox was stopped, and its files with it.
+        if (this.#stopping !== undefined) return;
+        factory.log.warn({ err: error, sandboxId: this.sandboxId }, "layers could not be merged");
+      })
+      .finally(() => {
+        this.#compacting = undefined;
+      });
+  }
+
+  async #mergeTop(chain: readonly LayerRef[], kind: "disk" | "memory"): Promise<void> {
+    const { merge, factory, layerDir } = this.#parts;
+    const from = planCompaction(layerSizes(chain));
+    if (from === undefined || merge === undefined) return;
+    const run = chain.slice(from);
+    const startedAt = performance.now();
+    const layer = await merge(run, layerDir, kind);
+    this.#substitutes[kind].add(run, layer);
+    const ms = Math.round(performance.now() - startedAt);
+    factory.log.info(
+      { sandboxId: this.sandboxId, kind, merged: run.length, of: chain.length, ms },
+      "layers merged",
+    );
+  }
+
+  /**
+   * Layers of checkpoints that were merged with nothing of the mapped image among them are replaced in the
+   * base itself, and their files go. (The bottom of the base has to stay what is mapped.)
+   */
+  async #shortenBase(): Promise<void> {
+    if (this.#capturing) return;
+    const { layers, sizeBytes } = this.#base;
+    const bottom = this.#mapped.layers.length;
+    const above = layers.slice(bottom);
+    const shorter = this.#substitutes.memory.apply(above);
+    if (shorter.length === above.length) return;
+    this.#base = { sizeBytes, layers: [...this.#mapped.layers, ...shorter] };
+    await this.#writeLive();
+    const kept = new Set(shorter.map(({ file }) => file));
+    for (const layer of above) {
+      if (isPrivate(layer) && !kept.has(layer.file)) await removeTree(layer.file);
+    }
+  }
+
+  async #writeLive(): Promise<void> {
+    const { factory, live } = this.#parts;
+    const adoptable = {
+      shape: this.#shape,
+      envdVersion: this.#envdVersion,
+      memory: this.#mapped,
+      base: this.#base,
+    };
+    await writeLive(factory.rootDir, { ...live, adoptable });
   }
 
   /**
@@ -501,7 +796,7 @@ class Running implements RunningSandbox {
     const sealedPath = join(layerDir, privateLayerName("disk"));
     await blockClient.flush(device.deviceId);
     try {
-      await blockClient.restack(device.deviceId, sealedPath, upperRef(workDir, this.#uppers++));
+      await blockClient.restack(device.deviceId, sealedPath, freshUpper(workDir));
     } catch (error) {
       if (isTerminal(error)) throw error;
       // The answer may be what got lost: the daemon's table knows what happened.
@@ -520,8 +815,13 @@ class Running implements RunningSandbox {
   }
 
   async reinit(identity: GuestIdentity): Promise<void> {
-    const agent: AgentClient = createAgentClient(this.#parts.agentAddress, identity.accessToken);
-    this.#envdVersion = await agent.init(identity);
+    const { agentAddress, live } = this.#parts;
+    const agent = createAgentClient(agentAddress, identity.accessToken);
+    this.#envdVersion = await agent.init(identity, live.lifecycleId);
+  }
+
+  async probe(timeoutMs: number): Promise<void> {
+    await probeHealth(parseAgentAddress(this.#parts.agentAddress), timeoutMs);
   }
 
   stop(): Promise<void> {
@@ -536,6 +836,8 @@ class Running implements RunningSandbox {
     const { vm, resources, factory } = this.#parts;
     await vm.kill(KILL_GRACE_MS);
     this.#released = true;
+    // It writes into the directory that is about to go.
+    await this.#compacting;
     try {
       await resources.disposeAsync();
     } catch (error) {

@@ -1,3 +1,10 @@
 export { createAgentClient } from "./agent.ts";
+export { consoleLogPath } from "./console.ts";
 export { assertSameVmm, createSandboxFactory, type SandboxFactoryOptions } from "./factory.ts";
 export type * from "./types.ts";
+
+/** The program `merge-layers`, see createLayerMerger. */
+export async function mergeLayersMain(): Promise<number> {
+  const { runMerge } = await import("./merge-program.ts");
+  return runMerge();
+}

@@ -12,9 +12,6 @@ export function isPrivate(layer: LayerRef): boolean {
   return layer.digest === undefined;
 }
 
-/** Above this many private layers in one chain a capture merges them into one. */
-export const MAX_PRIVATE_LAYERS = 32;
-
 /**
  * The same chain with every private layer linked into `dir` (which exists). File names stay: they are
  * unique. A layer that is there already is left alone.
@@ -36,25 +33,4 @@ export async function linkPrivateLayers(layers: readonly LayerRef[], dir: string
 /** Name of a private layer file; the kind is for the reader of a directory listing. */
 export function privateLayerName(kind: "disk" | "memory"): string {
   return `${kind}-${Bun.randomUUIDv7()}.lsmt`;
-}
-
-/**
- * Merges the private layers on top of a chain into one file in `dir` when there are more than
- * {@link MAX_PRIVATE_LAYERS}: lookups, open files and the format's limit of 255 layers stay bounded over
- * any number of pauses. The merged layer replaces links that lie in `dir`, which the caller removes.
- */
-export async function compactPrivateLayers(
-  layers: readonly LayerRef[],
-  dir: string,
-  kind: "disk" | "memory",
-  limit = MAX_PRIVATE_LAYERS,
-): Promise<{ readonly layers: LayerRef[]; readonly replaced: readonly LayerRef[] }> {
-  const firstPrivate = layers.findLastIndex((layer) => !isPrivate(layer)) + 1;
-  const mergeable = layers.slice(firstPrivate);
-  if (mergeable.length <= limit) return { layers: [...layers], replaced: [] };
-  // Loaded on demand: the format core brings the native library along, which most captures do not need.
-  const { mergeLayers } = await import("../storage/overlaybd/index.ts");
-  const merged = mergeLayers(mergeable, join(dir, privateLayerName(kind)), { uuid: crypto.randomUUID() });
-  const { digest: _, ...ref } = merged;
-  return { layers: [...layers.slice(0, firstPrivate), ref], replaced: mergeable };
 }

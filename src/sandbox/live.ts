@@ -4,21 +4,35 @@ import { basename, join } from "node:path";
 import { errorCode, readJson } from "../lib/durable.ts";
 import { isUuid } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
-import type { VmReference } from "../vmm/types.ts";
+import type { MemoryImage } from "../memory/types.ts";
+import type { EgressPolicy } from "../network/index.ts";
+import type { VmReference, VmShape } from "../vmm/types.ts";
 
 /**
  * Register of what a running sandbox holds, one `live.json` per sandbox, so that a later process can
- * take it away (or, one day, over). Written before the VM is started and again when it runs. It is not
- * synced: after a crash of the host there is no VM left to find.
+ * take it over, or away. Written before the VM is started, when it has a process and when it runs. It is
+ * not synced: after a crash of the host there is no VM left to find.
  */
 export interface LiveRecord {
-  readonly version: 1;
+  readonly version: 2;
   readonly sandboxId: string;
   readonly generation: string;
   readonly deviceId: string;
-  readonly slotIndex?: number;
-  readonly vm?: VmReference;
+  /** Of this start, see AgentClient.init. */
+  readonly lifecycleId: string;
   readonly startedAt: string;
+  readonly slotIndex?: number;
+  readonly policy?: EgressPolicy;
+  readonly vm?: VmReference;
+  /** There once the guest was told who it is: what another process needs to go on. */
+  readonly adoptable?: {
+    readonly shape: VmShape;
+    readonly envdVersion: string;
+    /** What the mapped memory file holds. */
+    readonly memory: MemoryImage;
+    /** What the last checkpoint captured; the mapped image is at its bottom. */
+    readonly base: MemoryImage;
+  };
 }
 
 export async function writeLive(rootDir: string, record: LiveRecord): Promise<void> {
@@ -38,7 +52,7 @@ export async function readLive(
   const path = join(rootDir, sandboxId, "live.json");
   try {
     const value = (await readJson(path)) as Partial<LiveRecord>;
-    if (value.version === 1 && typeof value.deviceId === "string") return value as LiveRecord;
+    if (value.version === 2 && typeof value.deviceId === "string") return value as LiveRecord;
     log.warn({ path }, "live record of another version is ignored");
   } catch (error) {
     if (errorCode(error) !== "ENOENT") log.warn({ err: error, path }, "live record cannot be read");
@@ -98,7 +112,7 @@ export function findVmmProcesses(
 /** SIGKILL, and waits until the process is gone; false if that took longer than `timeoutMs`. */
 export async function killProcess(pid: number, startTimeTicks: string, timeoutMs = 5000): Promise<boolean> {
   const deadline = performance.now() + timeoutMs;
-  while (processStartTicks(pid) === startTimeTicks && !isZombie(pid)) {
+  while (isProcess(pid, startTimeTicks)) {
     if (performance.now() > deadline) return false;
     try {
       process.kill(pid, "SIGKILL");
@@ -108,6 +122,11 @@ export async function killProcess(pid: number, startTimeTicks: string, timeoutMs
     await Bun.sleep(10);
   }
   return true;
+}
+
+/** Whether that very process still runs. */
+export function isProcess(pid: number, startTimeTicks: string): boolean {
+  return processStartTicks(pid) === startTimeTicks && !isZombie(pid);
 }
 
 function isZombie(pid: number): boolean {

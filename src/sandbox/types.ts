@@ -1,4 +1,5 @@
 import type { MemoryImage } from "../memory/types.ts";
+import type { KeptSlot } from "../network/types.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import type { VmExit, VmIdentity, VmReference, VmShape } from "../vmm/types.ts";
 
@@ -47,6 +48,11 @@ export interface ResumeSpec {
 /** Time spent in each part of a start, pause or resume, in milliseconds. */
 export type PhaseTimings = Readonly<Record<string, number>>;
 
+export interface Capture {
+  readonly state: CapturedState;
+  readonly timings: PhaseTimings;
+}
+
 /** One running sandbox put together: VM, network slot, block device, memory lease, agent. */
 export interface RunningSandbox extends AsyncDisposable {
   readonly sandboxId: string;
@@ -63,10 +69,18 @@ export interface RunningSandbox extends AsyncDisposable {
    * resolves; follow with `resumeInPlace()` or dispose. Error code `capture_terminal`: the live stack
    * changed and the sandbox cannot go on; any other error: the VM runs again as before.
    */
-  capture(dir: string): Promise<{ readonly state: CapturedState; readonly timings: PhaseTimings }>;
+  capture(dir: string): Promise<Capture>;
+  /**
+   * Captures in place: the VM stands still only while its state is taken (`stopped` in the timings) and
+   * runs when this resolves, with a clock that is behind by that time until `reinit`. What is captured holds
+   * what was written since the last checkpoint and refers to the rest. Errors as for `capture`.
+   */
+  checkpoint(dir: string): Promise<Capture>;
   resumeInPlace(): Promise<void>;
-  /** Runs agent `/init` again (new token, clock). */
+  /** Runs agent `/init` again (token, clock, entropy). Connections to the guest stay. */
   reinit(identity: GuestIdentity): Promise<void>;
+  /** One look at the agent's `/health`; `agent_unreachable` when it does not answer within the time. */
+  probe(timeoutMs: number): Promise<void>;
   /** Kills the VM and releases all it held. Idempotent; the same as disposing. */
   stop(): Promise<void>;
 }
@@ -76,6 +90,16 @@ export interface SandboxFactory {
   boot(spec: BootSpec): Promise<RunningSandbox>;
   /** From a captured state, same guarantee. */
   resume(spec: ResumeSpec): Promise<RunningSandbox>;
+  /**
+   * Network slots of VMs that an earlier process started and that still run: the network service has to
+   * keep them when it starts, so that they can be adopted.
+   */
+  survivors(): Promise<KeptSlot[]>;
+  /**
+   * Takes over a sandbox that an earlier process started: its VM (set running if it stood still), slot, block
+   * device and memory file. Error `sandbox_not_adoptable` says what of it is gone; `cleanUp` removes the rest.
+   */
+  adopt(identity: GuestIdentity): Promise<RunningSandbox>;
   /** Kills VMs and removes devices, slots and work dirs of an earlier process that nobody adopted. */
   cleanUp(): Promise<{ readonly vms: number; readonly devices: number; readonly workDirs: number }>;
 }
@@ -92,8 +116,11 @@ export interface CommandOutcome {
 export interface AgentClient {
   /** Polls `/health` until it answers; throws `agent_not_ready` after `timeoutMs`. */
   waitHealthy(timeoutMs: number, signal?: AbortSignal): Promise<void>;
-  /** Returns the agent's version. */
-  init(identity: GuestIdentity): Promise<string>;
+  /**
+   * Returns the agent's version. `lifecycleId` names one start of the VM: with a new one the agent drops the
+   * connections it has, whose peers belong to an earlier start.
+   */
+  init(identity: GuestIdentity, lifecycleId: string): Promise<string>;
   run(command: {
     readonly cmd: string;
     readonly args: readonly string[];

@@ -1,8 +1,10 @@
 import { mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { AenvError } from "../../src/lib/errors.ts";
+import type { KeptSlot } from "../../src/network/types.ts";
 import type {
   BootSpec,
+  Capture,
   CapturedState,
   GuestIdentity,
   ResumeSpec,
@@ -20,6 +22,8 @@ export interface Faults {
   capture?: () => Promise<void> | void;
   resumeInPlace?: () => Promise<void> | void;
   stop?: () => Promise<void> | void;
+  probe?: () => Promise<void> | void;
+  adopt?: () => Promise<void> | void;
 }
 
 const IDENTITY = {
@@ -46,7 +50,7 @@ export class FakeSandbox implements RunningSandbox {
   };
   readonly exited: Promise<VmExit>;
   readonly timings = { total: 1 };
-  readonly generation: number;
+  generation: number;
   identity: GuestIdentity;
   vcpusRun = true;
   alive = true;
@@ -74,7 +78,7 @@ export class FakeSandbox implements RunningSandbox {
     if (!this.alive) throw new AenvError({ code: "vm_died", message: `${what}: the VM has ended` });
   }
 
-  async capture(dir: string): Promise<{ state: CapturedState; timings: { total: number } }> {
+  async capture(dir: string): Promise<Capture> {
     this.#mustLive("capture");
     this.vcpusRun = false;
     try {
@@ -90,6 +94,22 @@ export class FakeSandbox implements RunningSandbox {
       if (!(error instanceof AenvError && error.code === "capture_terminal")) this.vcpusRun = true;
       throw error;
     }
+  }
+
+  async checkpoint(dir: string): Promise<Capture> {
+    const { state } = await this.capture(dir);
+    try {
+      await this.resumeInPlace();
+    } catch (error) {
+      throw new AenvError({ code: "capture_terminal", message: "it does not run again", cause: error });
+    }
+    this.generation += 1;
+    return { state, timings: { stopped: 1, total: 2 } };
+  }
+
+  async probe(): Promise<void> {
+    await this.#factory.faults.probe?.();
+    this.#mustLive("probe");
   }
 
   async resumeInPlace(): Promise<void> {
@@ -142,6 +162,8 @@ export function fakeState(dir: string, generation: number): CapturedState {
 
 export class FakeSandboxFactory implements SandboxFactory {
   readonly live = new Set<FakeSandbox>();
+  /** VMs of an earlier server. */
+  readonly orphans = new Map<string, FakeSandbox>();
   readonly faults: Faults = {};
   hostAddress = "127.0.0.1";
   delayMs = 4;
@@ -173,8 +195,7 @@ export class FakeSandboxFactory implements SandboxFactory {
     this.starts += 1;
     this.concurrentStarts += 1;
     this.maxConcurrentStarts = Math.max(this.maxConcurrentStarts, this.concurrentStarts);
-    const sandbox = new FakeSandbox(this, identity, generation);
-    this.live.add(sandbox);
+    const sandbox = this.#add(identity, generation);
     try {
       await Bun.sleep(this.delayMs);
       await this.faults.resume?.();
@@ -187,8 +208,36 @@ export class FakeSandboxFactory implements SandboxFactory {
     }
   }
 
+  async survivors(): Promise<KeptSlot[]> {
+    return [...this.orphans.keys()].map((_, i) => ({ index: i + 1 }));
+  }
+
+  async adopt(identity: GuestIdentity): Promise<RunningSandbox> {
+    await this.faults.adopt?.();
+    const sandbox = this.orphans.get(identity.sandboxId);
+    if (sandbox?.alive !== true) {
+      throw new AenvError({ code: "sandbox_not_adoptable", message: "its VM has ended" });
+    }
+    this.orphans.delete(identity.sandboxId);
+    const adopted = this.#add(identity, sandbox.generation);
+    return adopted;
+  }
+
+  /** As if the server had been killed: its VMs run on, and belong to nobody. */
+  orphan(): void {
+    for (const sandbox of this.live) this.orphans.set(sandbox.sandboxId, sandbox);
+    this.live.clear();
+  }
+
+  #add(identity: GuestIdentity, generation: number): FakeSandbox {
+    const sandbox = new FakeSandbox(this, identity, generation);
+    this.live.add(sandbox);
+    return sandbox;
+  }
+
   async cleanUp(): Promise<{ vms: number; devices: number; workDirs: number }> {
     this.cleanUps += 1;
+    this.orphans.clear();
     return { vms: 0, devices: 0, workDirs: 0 };
   }
 }
