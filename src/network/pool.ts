@@ -19,7 +19,8 @@ const LAST_PAUSE_MS = 60_000;
 
 /**
  * Keeps entries that are costly to make ready for use. The number to hold starts at the low watermark and
- * doubles, up to the high one, whenever a take leaves fewer than the low watermark.
+ * doubles, up to the high one, whenever a take finds nothing or leaves fewer than the low watermark; after a
+ * calm time it is halved again.
  */
 export class WarmPool<T> implements AsyncDisposable {
   readonly #idle: T[] = [];
@@ -72,7 +73,7 @@ export class WarmPool<T> implements AsyncDisposable {
   /** An entry that is ready, if any; the caller makes one itself otherwise. */
   take(): T | undefined {
     const entry = this.#idle.shift();
-    if (this.#idle.length < this.#low) {
+    if (entry === undefined || this.#idle.length < this.#low) {
       this.#target = Math.min(this.#high, 2 * Math.max(this.#target, this.#low, 1));
       this.#ceiling = this.#high;
       this.#neededAt = performance.now();

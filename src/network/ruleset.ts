@@ -100,6 +100,7 @@ export function hostRuleset(rules: HostRules): string {
   chain divert_restricted {
     ip daddr ${dnsServer} meta l4proto { tcp, udp } th dport 53 goto divert_names
     ip daddr @denied return
+    fib daddr type local return
     ip saddr vmap @allowed
     ip saddr @filtered tcp dport { 80, 443 } dnat ip to ${egress}:${proxyPort}
   }

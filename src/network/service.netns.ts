@@ -8,6 +8,7 @@ import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test
 import { existsSync, mkdtempSync, readdirSync, readlinkSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { attachGuest, buildTapCable, inside, makeInternet, run } from "../../tests/support/network-rig.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import {
@@ -15,7 +16,6 @@ import {
   type KeptSlot,
   type NetworkService,
   type NetworkServiceOptions,
-  type NetworkSlot,
 } from "./index.ts";
 
 if (process.env.AENV_NETNS_SUITE !== "1")
@@ -45,24 +45,6 @@ const OPTIONS: NetworkServiceOptions = {
   dnsServer: DNS_SERVER,
 };
 const netnsDir = join(OPTIONS.runtimeDir, "netns");
-
-function run(...argv: string[]): string {
-  const result = Bun.spawnSync(argv, { timeout: 10_000 });
-  if (result.exitCode !== 0) throw new Error(`${argv.join(" ")}: ${result.stderr}${result.stdout}`);
-  return result.stdout.toString();
-}
-
-function inside(netns: string, ...argv: string[]): string {
-  return run("nsenter", `--net=${netns}`, ...argv);
-}
-
-function newNetns(name: string): string {
-  const path = join(root, name);
-  writeFileSync(path, "");
-  run("unshare", `--net=${path}`, "true");
-  inside(path, "ip", "link", "set", "lo", "up");
-  return path;
-}
 
 /** What a TCP client in `netns` (undefined: the host) is answered, or why it got no answer. */
 function connect(netns: string | undefined, address: string, port: number): string {
@@ -124,44 +106,6 @@ async function startServer(netns: string | undefined, ...ports: string[]): Promi
   };
 }
 
-interface Guest extends AsyncDisposable {
-  readonly netns: string;
-}
-
-let guests = 0;
-
-/** A namespace with the guest's address and MAC at the other end of the slot's tap. */
-async function attachGuest(slot: NetworkSlot): Promise<Guest> {
-  const netns = newNetns(`guest-${guests++}`);
-  const cable = Bun.spawn(
-    [
-      "nsenter",
-      `--net=${slot.netnsPath}`,
-      join(root, "tap-cable"),
-      slot.tapName,
-      netns,
-      "eth0",
-      slot.macAddress,
-    ],
-    { stdin: "pipe", stdout: "pipe", stderr: "inherit" },
-  );
-  const reader = cable.stdout.getReader();
-  expect(Buffer.from((await reader.read()).value ?? []).toString()).toBe("ready\n");
-  reader.releaseLock();
-  inside(netns, "ip", "addr", "add", `${slot.guestAddress}/${slot.prefixLength}`, "dev", "eth0");
-  inside(netns, "ip", "link", "set", "eth0", "up");
-  inside(netns, "ip", "route", "add", "default", "via", slot.gatewayAddress);
-  return {
-    netns,
-    async [Symbol.asyncDispose]() {
-      cable.kill("SIGKILL");
-      await cable.exited;
-      run("umount", netns);
-      rmSync(netns);
-    },
-  };
-}
-
 function ourDevices(): string[] {
   return run("ip", "-br", "link")
     .split("\n")
@@ -196,28 +140,8 @@ let internetServer: Server;
 let hostServer: Server;
 
 beforeAll(async () => {
-  run(
-    "gcc",
-    "-std=c11",
-    "-D_GNU_SOURCE",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-o",
-    join(root, "tap-cable"),
-    join(rig, "tap-cable.c"),
-  );
-  run("ip", "link", "set", "lo", "up");
-  internet = newNetns("internet");
-  run("ip", "link", "add", "wan0", "type", "veth", "peer", "name", "inet0", "netns", internet);
-  run("ip", "addr", "add", `${HOST_WAN}/24`, "dev", "wan0");
-  run("ip", "link", "set", "wan0", "up");
-  run("ip", "route", "add", "default", "via", INTERNET);
-  inside(internet, "ip", "addr", "add", `${INTERNET}/24`, "dev", "inet0");
-  inside(internet, "ip", "link", "set", "inet0", "up");
-  for (const address of [DNS_SERVER, ...PRIVATE_SERVERS]) {
-    inside(internet, "ip", "addr", "add", `${address}/32`, "dev", "lo");
-  }
+  buildTapCable(root);
+  internet = makeInternet(root, HOST_WAN, INTERNET, [DNS_SERVER, ...PRIVATE_SERVERS]);
   [internetServer, hostServer] = await Promise.all([
     startServer(internet, "80", "53", `udp:${INTERNET}:53`, `udp:${DNS_SERVER}:53`),
     startServer(undefined, "9000"),
@@ -321,7 +245,7 @@ describe("packets", () => {
   test("host to guest at every port, guest to the internet behind the host's address", async () => {
     await using service = await startService();
     await using slot = await service.acquire();
-    await using guest = await attachGuest(slot);
+    await using guest = await attachGuest(root, slot);
     await using server = await startServer(guest.netns, "80", "8080", "49983");
     for (const port of [80, 8080, 49983])
       expect(connect(undefined, slot.hostAddress, port)).toBe("10.12.0.2");
@@ -334,7 +258,7 @@ describe("packets", () => {
   test("nobody but the host reaches a guest", async () => {
     await using service = await startService();
     await using slot = await service.acquire();
-    await using guest = await attachGuest(slot);
+    await using guest = await attachGuest(root, slot);
     await using server = await startServer(guest.netns, "80");
     inside(internet, "ip", "route", "add", "10.11.0.0/16", "via", HOST_WAN);
     expect(connect(internet, slot.hostAddress, 80)).toBe("no answer");
@@ -346,8 +270,8 @@ describe("packets", () => {
     await using service = await startService();
     await using slot = await service.acquire();
     await using other = await service.acquire();
-    await using guest = await attachGuest(slot);
-    await using otherGuest = await attachGuest(other);
+    await using guest = await attachGuest(root, slot);
+    await using otherGuest = await attachGuest(root, other);
     await using otherServer = await startServer(otherGuest.netns, "80");
     expect(connect(undefined, other.hostAddress, 80)).toBe("10.12.0.4");
     await waitSeen(otherServer, 1);
@@ -379,7 +303,7 @@ describe("packets", () => {
   test("DNS: the gateway leads to the node's server, by UDP and TCP", async () => {
     await using service = await startService();
     await using slot = await service.acquire();
-    await using guest = await attachGuest(slot);
+    await using guest = await attachGuest(root, slot);
     expect(slot.dnsServer).toBe(slot.gatewayAddress);
     const before = await countSeen(internetServer);
     expect(askUdp(guest.netns, slot.dnsServer, 53)).toBe(HOST_WAN.slice(0, 7));
@@ -394,7 +318,7 @@ describe("packets", () => {
     await using server = await startServer(undefined, "53", `udp:${HOST_WAN}:53`);
     await using service = await startService([], { ...OPTIONS, dnsServer: HOST_WAN });
     await using slot = await service.acquire();
-    await using guest = await attachGuest(slot);
+    await using guest = await attachGuest(root, slot);
     expect(askUdp(guest.netns, slot.dnsServer, 53)).toBe("10.11.0");
     expect(connect(guest.netns, slot.dnsServer, 53)).toBe(slot.hostAddress);
     expect(connect(guest.netns, HOST_WAN, 9000)).toBe("refused");
@@ -404,7 +328,7 @@ describe("packets", () => {
   test("a guest cannot send from another address", async () => {
     await using service = await startService();
     await using slot = await service.acquire();
-    await using guest = await attachGuest(slot);
+    await using guest = await attachGuest(root, slot);
     const before = await countSeen(internetServer);
     for (const address of ["10.11.0.77", "10.12.0.3", "8.8.4.4"]) {
       inside(guest.netns, "ip", "addr", "add", `${address}/32`, "dev", "eth0");
@@ -469,7 +393,7 @@ describe("earlier and other processes", () => {
     expect((await failure(service.adopt(2))).message).toContain("in use");
     await using fresh = await service.acquire();
     expect(fresh.index).toBe(1);
-    await using guest = await attachGuest(slot);
+    await using guest = await attachGuest(root, slot);
     await using _server = await startServer(guest.netns, "80");
     expect(connect(undefined, slot.hostAddress, 80)).toBe("10.12.0.4");
     expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);

@@ -19,10 +19,11 @@ function named(text: string, where: string): Preface {
 }
 
 /** Reads the TLS server name or the HTTP Host of what a client has sent so far. Keeps nothing. */
-export function readPreface(bytes: Uint8Array): Preface {
-  if (bytes.length === 0) return INCOMPLETE;
+export function readPreface(received: Uint8Array): Preface {
+  if (received.length === 0) return INCOMPLETE;
+  const bytes = received.subarray(0, MAX_PREFACE_BYTES);
   const result = bytes[0] === TLS_HANDSHAKE ? readClientHello(bytes) : readHttpHost(bytes);
-  if (result.kind === "incomplete" && bytes.length >= MAX_PREFACE_BYTES) {
+  if (result.kind === "incomplete" && bytes.length === MAX_PREFACE_BYTES) {
     return refused(`no host name within ${MAX_PREFACE_BYTES} bytes`);
   }
   return result;

@@ -2,7 +2,7 @@ import { originalDestination } from "../../../ffi/netns.ts";
 import { formatIpv4, parseIpv4 } from "../../lib/ipv4.ts";
 import type { Logger } from "../../lib/log.ts";
 import type { Names } from "./names.ts";
-import { MAX_PREFACE_BYTES, readPreface } from "./preface.ts";
+import { readPreface } from "./preface.ts";
 import type { FindGuest, GuestView } from "./types.ts";
 
 export interface ProxyLimits {
@@ -185,7 +185,7 @@ export class EgressProxy implements Disposable {
     }
     const preface = Buffer.concat(connection.toOuter);
     connection.toOuter = [preface];
-    const found = readPreface(preface.subarray(0, MAX_PREFACE_BYTES));
+    const found = readPreface(preface);
     if (found.kind === "refused") this.#refuse(connection, found.reason);
     else if (found.kind === "name") void this.#decide(connection, found.name);
   }
