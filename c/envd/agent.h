@@ -32,6 +32,8 @@ typedef struct agent {
   bool guest;           // may set clock, hostname, entropy
   int state_fd;         // memfd that outlives us: settings survive a restart of the agent. -1: none
   int cgroup_fd;
+  int oom_fd; // memory.events of that cgroup, -1: none
+  int64_t stall_ms; // after so long without taking output a subscriber is cut off
   // settings of the last /init
   char *token; // NULL: open
   char *default_user, *default_workdir;
@@ -52,6 +54,8 @@ typedef struct agent {
 static inline agent *agent_of(const conn *c) {
   return c->srv->app;
 }
+
+#define CORS_HEADERS "Access-Control-Allow-Origin: *\r\nAccess-Control-Expose-Headers: *\r\n"
 
 // ---- api.c: routing, authorisation, /health /init /envs /metrics -------------------------------
 
@@ -107,7 +111,7 @@ struct call {
   agent *ag;
   conn *c;
   const rpc *m;
-  bool json, ended, deferred, taking, gone;
+  bool json, ended, deferred, taking, gone, legacy;
   int64_t aux; // the method's own
   arena a; // lives as long as the call
   account user;
@@ -131,6 +135,8 @@ struct call {
 extern const rpc rpc_process[], rpc_filesystem[]; // end with a NULL path
 
 void connect_handle(conn *c, const rpc *m);
+// Pure: the envelope at p. Bytes of it (5 and the payload), 0 when incomplete, or -1 with *code and *why.
+ssize_t frame_parse(const uint8_t *p, size_t n, enum code *code, const char **why);
 const rpc *connect_find(const char *path);
 void rpc_fail(call *k, enum code code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 void rpc_send(call *k, const msg *m); // a stream's message; restarts the keepalive timer
@@ -173,13 +179,15 @@ int pty_attach(int slave);
 // ---- fs.c, watch.c, files.c --------------------------------------------------------------------
 
 extern const mdesc entry_info_desc;
-// Fills an EntryInfo from lstat of path. 0, or -errno.
-int entry_info(arena *a, const userdb *db, const char *path, msg *out);
+// Fills an EntryInfo from lstat of path; `brief`: name, type and path only. 0, or -errno.
+int entry_info(arena *a, const userdb *db, const char *path, bool brief, msg *out);
 void rpc_watch_dir(call *k);
 void rpc_create_watcher(call *k);
 void rpc_get_watcher_events(call *k);
 void rpc_remove_watcher(call *k);
 void watchers_close(agent *ag);
+// The agent itself is about to replace the file at path: no watch takes that for a new one.
+void watchers_expect(void *ag, const char *path);
 void files_handle(conn *c);   // GET, HEAD and POST /files
 void files_compose(conn *c);  // POST /files/compose
 

@@ -72,8 +72,7 @@ static int set_str(char **dst, const char *s) {
 // ---- users and paths ---------------------------------------------------------------------------
 
 int agent_account(agent *ag, arena *a, const userdb *db, const char *name, account *out) {
-  bool own = !name || !*name;
-  return users_find(db, a, ag->root, own ? ag->default_user : name, own, out);
+  return users_find(db, a, ag->root, name && *name ? name : ag->default_user, out);
 }
 
 int agent_path(const agent *ag, arena *a, const account *u, const char *path, char **out) {
@@ -508,7 +507,7 @@ void api_handle(conn *c) {
   const char *m = c->r.method, *path = c->r.path;
   bool get = !strcmp(m, "GET") || !strcmp(m, "HEAD"), post = !strcmp(m, "POST");
   if (http_header(c, "origin"))
-    c->common = "Access-Control-Allow-Origin: *\r\nAccess-Control-Expose-Headers: *\r\n";
+    c->common = CORS_HEADERS;
   if (!strcmp(m, "OPTIONS")) {
     preflight(c);
     return;

@@ -72,6 +72,19 @@ static void put_frame(buf *b, uint8_t flags, const buf *payload) {
   buf_put(b, buf_data(payload), n);
 }
 
+ssize_t frame_parse(const uint8_t *p, size_t n, enum code *code, const char **why) {
+  if (n < 5) return 0;
+  uint32_t len = (uint32_t)p[1] << 24 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 8 | p[4];
+  *code = INVALID_ARGUMENT;
+  if (p[0] & FLAG_END) return *why = "a client must not send an end-of-stream frame", -1;
+  if (p[0] & FLAG_COMPRESSED) return *why = "compressed frame without an agreed encoding", -1;
+  if (p[0]) return *why = "unknown frame flags", -1;
+  *code = RESOURCE_EXHAUSTED;
+  if (len > MESSAGE_MAX) return *why = "message is larger than 16 MiB", -1;
+  *code = OK;
+  return n - 5 < len ? 0 : 5 + (ssize_t)len;
+}
+
 static void stream_begin(call *k) {
   if (k->c->resp_started) return;
   http_begin(k->c, 200, k->json ? "application/connect+json" : "application/connect+proto", NULL, -1);
@@ -251,27 +264,13 @@ static void take_frames(call *k) {
   conn *c = k->c;
   k->taking = true;
   while (!k->code && !k->ended && !c->closed && !c->body_paused) {
-    size_t n = buf_len(&k->frames);
-    if (n < 5) break;
     const uint8_t *p = buf_data(&k->frames);
-    uint32_t len = (uint32_t)p[1] << 24 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 8 | p[4];
-    if (p[0] & FLAG_END) {
-      rpc_fail(k, INVALID_ARGUMENT, "a client must not send an end-of-stream frame");
-      break;
-    }
-    if (p[0] & FLAG_COMPRESSED) {
-      rpc_fail(k, INVALID_ARGUMENT, "compressed frame without an agreed encoding");
-      break;
-    }
-    if (p[0]) {
-      rpc_fail(k, INVALID_ARGUMENT, "unknown frame flags 0x%02x", p[0]);
-      break;
-    }
-    if (len > MESSAGE_MAX) {
-      rpc_fail(k, RESOURCE_EXHAUSTED, "message of %u bytes is larger than %d", len, MESSAGE_MAX);
-      break;
-    }
-    if (n - 5 < len) break;
+    const char *why;
+    enum code bad;
+    ssize_t used = frame_parse(p, buf_len(&k->frames), &bad, &why);
+    if (used < 0) rpc_fail(k, bad, "%s", why);
+    if (used <= 0) break;
+    size_t len = (size_t)used - 5;
     if (k->m->kind == SERVER_STREAM) {
       if (k->nmsgs++) {
         rpc_fail(k, UNIMPLEMENTED, "more than one request message");
@@ -410,7 +409,11 @@ static char *basic_user(arena *a, const conn *c, bool *bad) {
     return NULL;
   }
   s[len] = 0;
-  s[strcspn(s, ":")] = 0;
+  // "1000:1000" is a user and a group by number, not a name and a password.
+  size_t un = strcspn(s, ":"), gn = s[un] ? strcspn(s + un + 1, ":") : 0;
+  uint64_t id;
+  bool pair = gn && !parse_u64(s, un, UINT32_MAX, &id) && !parse_u64(s + un + 1, gn, UINT32_MAX, &id);
+  s[pair ? un + 1 + gn : un] = 0;
   return s;
 }
 
@@ -454,6 +457,11 @@ void connect_handle(conn *c, const rpc *m) {
   if (h && strcmp(h, "1")) rpc_fail(k, INVALID_ARGUMENT, "Connect-Protocol-Version must be 1, not '%.40s'", h);
   h = http_header(c, "keepalive-ping-interval");
   if (h && !parse_u64(h, strlen(h), 86400, &v) && v) k->keepalive_ms = (int64_t)v * 1000;
+  h = http_header(c, "user-agent");
+  if (h && !strcmp(h, "connect-python")) { // the first Python client; it breaks on fields that it does not know
+    k->legacy = true;
+    c->common = c->common ? "X-E2B-Legacy-SDK: true\r\n" CORS_HEADERS : "X-E2B-Legacy-SDK: true\r\n";
+  }
   h = stream ? http_header(c, "connect-content-encoding") : NULL;
   if (h && *h && strcasecmp(h, "identity"))
     rpc_fail(k, UNIMPLEMENTED, "unknown compression '%.40s': streams are not compressed", h);

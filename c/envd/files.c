@@ -13,6 +13,7 @@
 #include "agent.h"
 #include "flate.h"
 #include "multipart.h"
+#include "stage.h"
 
 enum {
   GZIP_MAX = 4 << 20, // larger files go out as they are: compressing costs the guest more than it saves
@@ -362,7 +363,7 @@ typedef struct {
   bool is_multipart;
   multipart mp;
   inflater *z;
-  int fd; // -1: the current part is ignored, or there is none
+  stage s; // fd -1: the current part is ignored, or there is none
   char *path;
   char **done; // resolved paths of this request
   size_t ndone, capdone;
@@ -419,12 +420,11 @@ static int open_target(upload *u, const char *raw) {
     u->done = d;
     u->capdone = cap;
   }
-  u->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0666);
-  if (u->fd < 0) return fail(u, status_of(-errno), "cannot write", path, -errno);
+  rc = stage_open(&u->s, &u->a, path, &u->user);
+  if (rc) return fail(u, status_of(rc), "cannot write", path, rc);
   u->path = path;
   u->done[u->ndone++] = clean;
-  if (fchown(u->fd, u->user.uid, u->user.gid)) return fail(u, status_of(-errno), "cannot set the owner of", path, -errno);
-  rc = set_metadata(u, u->fd);
+  rc = set_metadata(u, u->s.fd);
   // Without a set to store, a file system that knows no xattrs is fine.
   if (rc && (u->nmeta || (rc != -EOPNOTSUPP && rc != -ENOTSUP)))
     return fail(u, status_of(rc), "cannot store metadata of", path, rc);
@@ -441,16 +441,15 @@ static int part_begin(void *arg, const char *name, const char *filename) {
 
 static int part_data(void *arg, const uint8_t *p, size_t n) {
   upload *u = arg;
-  if (u->fd < 0) return 0;
-  int rc = write_all(u->fd, p, n);
+  if (u->s.fd < 0) return 0;
+  int rc = write_all(u->s.fd, p, n);
   return rc ? fail(u, status_of(rc), "cannot write", u->path, rc) : 0;
 }
 
 static int part_end(void *arg) {
   upload *u = arg;
-  if (u->fd < 0) return 0;
-  int rc = close(u->fd) ? -errno : 0;
-  u->fd = -1;
+  if (u->s.fd < 0) return 0;
+  int rc = stage_commit(&u->s, watchers_expect, u->ag);
   return rc ? fail(u, status_of(rc), "cannot write", u->path, rc) : 0;
 }
 
@@ -517,7 +516,7 @@ static void upload_end(conn *c) {
 static void upload_gone(conn *c) {
   upload *u = c->user;
   if (!u) return;
-  if (u->fd >= 0) close(u->fd);
+  stage_drop(&u->s);
   multipart_free(&u->mp);
   inflate_free(u->z);
   users_free(&u->db);
@@ -559,7 +558,7 @@ static void start_upload(conn *c) {
   u->c = c;
   u->ag = agent_of(c);
   u->a.limit = 8 << 20;
-  u->fd = -1;
+  u->s.fd = -1;
   c->user = u;
   c->sink = &upload_sink;
   if (!admit(c, &u->a, true, &u->db, &u->user)) return;
@@ -643,13 +642,9 @@ static void compose_child(void *owner, buf *out) {
     if (rc) what = m->dst;
   }
   if (!what && (rc = parent ? make_dirs(parent, &m->user, &created) : -ENOMEM)) what = m->dst;
-  // Written beside the destination and renamed: a failure leaves the old one and the sources as they were.
-  char *tmp = arena_printf(&m->a, "%s.compose-%d", m->dst, (int)getpid());
-  int fd = what || !tmp ? -1 : open(tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (!what && fd < 0) {
-    rc = -errno;
-    what = m->dst;
-  }
+  // A failure leaves the old one and the sources as they were.
+  stage s = {.fd = -1};
+  if (!what && (rc = stage_open(&s, &m->a, m->dst, &m->user))) what = m->dst;
   for (size_t i = 0; i < m->n && !what; i++) {
     int in = open(m->src[i], O_RDONLY | O_CLOEXEC);
     if (in < 0) rc = -errno;
@@ -660,17 +655,14 @@ static void compose_child(void *owner, buf *out) {
       ssize_t n = read(in, chunk, CHUNK);
       if (n < 0) rc = -errno;
       if (n <= 0) break;
-      rc = write_all(fd, chunk, (size_t)n);
+      rc = write_all(s.fd, chunk, (size_t)n);
     }
     free(chunk);
     if (in >= 0) close(in);
     if (rc) what = m->src[i];
   }
-  if (!what && (fchown(fd, m->user.uid, m->user.gid) || close(fd) || rename(tmp, m->dst))) {
-    rc = -errno;
-    what = m->dst;
-  }
-  if (what && tmp && fd >= 0) unlink(tmp);
+  if (!what && (rc = stage_commit(&s, NULL, NULL))) what = m->dst;
+  stage_drop(&s);
   for (size_t i = 0; i < m->n && !what; i++)
     if (unlink(m->src[i]) && errno != ENOENT) {
       rc = -errno;

@@ -89,7 +89,7 @@ static void metadata(arena *a, const char *path, msg *out) {
   }
 }
 
-int entry_info(arena *a, const userdb *db, const char *path, msg *out) {
+int entry_info(arena *a, const userdb *db, const char *path, bool brief, msg *out) {
   struct stat st, target;
   if (lstat(path, &st)) return -errno;
   size_t n;
@@ -105,6 +105,7 @@ int entry_info(arena *a, const userdb *db, const char *path, msg *out) {
   msg_add_bytes(a, out, 1, arena_strndup(a, base, n), n);
   msg_add_int(a, out, 2, type_of(mode));
   msg_add_str(a, out, 3, path);
+  if (brief) return a->oom ? -ENOMEM : 0;
   msg_add_int(a, out, 4, st.st_size);
   msg_add_int(a, out, 5, mode & 0777);
   char *perm = permissions(a, st.st_mode);
@@ -148,7 +149,7 @@ static void fail_errno(call *k, int rc, const char *what, const char *path) {
 static void reply_entry(call *k, const char *path) {
   k->out = msg_new(&k->a, k->m->out);
   msg *e = msg_add_sub(&k->a, k->out, 1);
-  int rc = e ? entry_info(&k->a, &k->db, path, e) : -ENOMEM;
+  int rc = e ? entry_info(&k->a, &k->db, path, k->legacy, e) : -ENOMEM;
   if (rc) fail_errno(k, rc, "cannot read", path);
 }
 
@@ -292,9 +293,14 @@ static int list_into(call *k, const char *dir, uint32_t depth) {
     struct stat st;
     if (!p) return -ENOMEM;
     if (lstat(p, &st)) continue; // gone meanwhile
-    msg *e = msg_add_sub(&k->a, k->out, 1);
-    rc = e ? entry_info(&k->a, &k->db, p, e) : -ENOMEM;
-    if (rc == -ENOENT) rc = 0;
+    msg *e = msg_new(&k->a, &entry_info_desc);
+    rc = e ? entry_info(&k->a, &k->db, p, k->legacy, e) : -ENOMEM;
+    if (rc == -ENOENT) { // gone just now
+      rc = 0;
+      continue;
+    }
+    val *v = rc ? NULL : msg_add(&k->a, k->out, 1);
+    if (v) v->m = e;
     if (!rc && depth > 1 && S_ISDIR(st.st_mode)) {
       rc = list_into(k, p, depth - 1);
       if (rc == -ENOENT) rc = 0;
@@ -303,8 +309,15 @@ static int list_into(call *k, const char *dir, uint32_t depth) {
   return rc;
 }
 
+// A tree, or a directory whose own size tells of thousands of entries.
 static bool list_slow(const call *k) {
-  return msg_int(k->in, 2) > 1;
+  if (msg_int(k->in, 2) > 1) return true;
+  struct stat st;
+  char *p;
+  arena a = {.limit = 64 * 1024};
+  bool slow = !agent_path(k->ag, &a, &k->user, msg_str(k->in, 1), &p) && !stat(p, &st) && st.st_size > 64 * 1024;
+  arena_free(&a);
+  return slow;
 }
 
 static void rpc_list_dir(call *k) {

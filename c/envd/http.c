@@ -201,6 +201,7 @@ static bool conn_flush(conn *c) {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return true;
     if (n < 0) return conn_close(c), false;
+    c->sent_at = mono_ms();
     buf_consume(&c->out, (size_t)n);
   }
   for (int turns = 0; c->file_fd >= 0 && c->file_left && turns < 4; turns++) { // then others have their turn
@@ -255,6 +256,22 @@ static size_t give(conn *c, const uint8_t *p, size_t n) {
   return c->sink->data(c, p, n);
 }
 
+int http_chunk_size(const char *line, size_t n, uint64_t *out) {
+  uint64_t v = 0;
+  size_t i = 0;
+  for (; i < n && i < 16; i++) {
+    char ch = line[i];
+    int d = ch >= '0' && ch <= '9' ? ch - '0' : ch >= 'a' && ch <= 'f' ? ch - 'a' + 10
+                                            : ch >= 'A' && ch <= 'F' ? ch - 'A' + 10
+                                                                     : -1;
+    if (d < 0) break;
+    v = v << 4 | (uint64_t)d;
+  }
+  if (!i || v > INT64_MAX || (i < n && line[i] != ';' && line[i] != ' ' && line[i] != '\t')) return -EINVAL;
+  *out = v;
+  return 0;
+}
+
 // Moves body bytes from `in` to the sink. True when something moved.
 static bool feed_body(conn *c) {
   size_t have = buf_len(&c->in);
@@ -291,19 +308,8 @@ static bool feed_body(conn *c) {
     bad = line != 0;
     c->chunk = CH_SIZE;
   } else if (c->chunk == CH_SIZE) {
-    uint64_t v = 0;
-    size_t i = 0;
-    for (; i < line && i < 16; i++) {
-      char ch = p[i];
-      int d = ch >= '0' && ch <= '9' ? ch - '0' : ch >= 'a' && ch <= 'f' ? ch - 'a' + 10
-                                              : ch >= 'A' && ch <= 'F' ? ch - 'A' + 10
-                                                                       : -1;
-      if (d < 0) break;
-      v = v << 4 | (uint64_t)d;
-    }
-    bad = !i || v > INT64_MAX || (i < line && p[i] != ';' && p[i] != ' ' && p[i] != '\t');
-    c->body_left = v;
-    c->chunk = v ? CH_DATA : CH_TRAILER;
+    bad = http_chunk_size(p, line, &c->body_left) != 0;
+    c->chunk = c->body_left ? CH_DATA : CH_TRAILER;
   } else {
     c->trailer_bytes += (unsigned)line + 2;
     bad = c->trailer_bytes > 16 * 1024;
@@ -673,6 +679,7 @@ static void accept_one(http_server *s, int fd) {
   if (s->conns) s->conns->prev = c;
   s->conns = c;
   s->nconns++;
+  c->sent_at = mono_ms();
   timer_set(s->l, &c->t, HTTP_IDLE_MS);
   conn_watch(c);
 }

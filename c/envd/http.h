@@ -36,6 +36,8 @@ typedef struct req {
 
 // Pure: parses the head in text[0..n) in place. Bytes used, 0 when incomplete, or -(HTTP status) to answer.
 ssize_t http_parse_head(char *text, size_t n, req *r);
+// Pure: the size line of a chunk, without its CRLF. 0, or -EINVAL.
+int http_chunk_size(const char *line, size_t n, uint64_t *out);
 
 typedef struct conn conn;
 typedef struct http_server http_server;
@@ -68,6 +70,7 @@ struct conn {
   size_t collect_max;
   void (*collected)(conn *c, const uint8_t *p, size_t n);
   uint64_t body_left, discarded;
+  int64_t sent_at; // when the peer last took something
   enum chunk_state chunk;
   unsigned trailer_bytes;
   int file_fd; // being sent after `out`, -1 if none

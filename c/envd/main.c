@@ -14,16 +14,18 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "copy.h"
 
 static const char usage[] =
     "usage: envd [--addr IPV4] [--port N] [--root DIR] [--cgroup DIR | --no-cgroup] [--trust-if NAME]\n"
-    "            [--expose IPV4] [--state-fd N] [--guest] [--version]\n"
+    "            [--expose IPV4] [--stall SECONDS] [--state-fd N] [--guest] [--version]\n"
     "  --addr      listen address (default 0.0.0.0)\n"
     "  --port      listen port (default 49983, 0 = any free one; printed when ready)\n"
     "  --root      prefix of /etc/passwd, /etc/group and /run/e2b (default none)\n"
     "  --cgroup    cgroup v2 directory that commands are put into\n"
     "  --trust-if  interface whose peers may call /init without the token (default: any but own addresses)\n"
     "  --expose    address under which services that listen on loopback only become reachable (default none)\n"
+    "  --stall     seconds after which a client that takes no output is cut off (default 300)\n"
     "  --state-fd  inherited descriptor that keeps the settings when the agent restarts\n"
     "  --guest     may set clock, hostname and entropy of this machine\n";
 
@@ -67,6 +69,10 @@ static int parse_args(agent *ag, int argc, char **argv, int *port, const char **
       if (parse_u64(argv[i + 1], strlen(argv[i + 1]), 65535, &v)) return bad_usage("--state-fd must be a number");
       ag->state_fd = (int)v;
       i++;
+    } else if (!strcmp(o, "--stall")) {
+      if (parse_u64(argv[i + 1], strlen(argv[i + 1]), 86400, &v) || !v) return bad_usage("--stall must be 1…86400");
+      ag->stall_ms = (int64_t)v * 1000;
+      i++;
     } else if (!strcmp(o, "--addr")) {
       *addr = argv[++i];
     } else if (!strcmp(o, "--expose")) {
@@ -93,6 +99,8 @@ static void open_cgroup(agent *ag) {
     fprintf(stderr, "aenv: agent: cgroup %s: %s\n", ag->cgroup, strerror(errno));
   else if ((ag->cgroup_fd = open(path, O_WRONLY | O_CLOEXEC)) < 0)
     fprintf(stderr, "aenv: agent: %s: %s\n", path, strerror(errno));
+  snprintf(path, sizeof path, "%s/memory.events", ag->cgroup);
+  ag->oom_fd = open(path, O_RDONLY | O_CLOEXEC); // without the controller deaths by memory are not told apart
 }
 
 // 0, 1 and 2 must be open: children get pipes at those numbers, and ours must not be mistaken for them.
@@ -106,7 +114,8 @@ static int run_agent(int argc, char **argv) {
   agent *ag = calloc(1, sizeof *ag);
   if (!ag) return 1;
   ag->root = "";
-  ag->state_fd = ag->cgroup_fd = ag->signals.fd = -1;
+  ag->state_fd = ag->cgroup_fd = ag->oom_fd = ag->signals.fd = -1;
+  ag->stall_ms = 300 * 1000;
   int port = AGENT_PORT;
   const char *addr = "0.0.0.0", *expose = NULL;
   bool cgroup = true;
@@ -168,6 +177,7 @@ static int run_agent(int argc, char **argv) {
   }
   if (ag->signals.fd >= 0) close(ag->signals.fd);
   if (ag->cgroup_fd >= 0) close(ag->cgroup_fd);
+  if (ag->oom_fd >= 0) close(ag->oom_fd);
   loop_close(&ag->loop);
   env_free(&ag->user_env);
   env_free(&ag->platform_env);
@@ -181,5 +191,6 @@ static int run_agent(int argc, char **argv) {
 
 int main(int argc, char **argv) {
   if (argc > 0 && is_guest_init(argv[0])) return guest_init();
+  if (argc > 1 && !strcmp(argv[1], "copy")) return copy_main(argc - 1, argv + 1);
   return run_agent(argc, argv);
 }

@@ -1,4 +1,5 @@
 // process.Process: starting, watching, feeding and signalling processes.
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
@@ -19,6 +20,7 @@ enum {
   EXIT_KEPT_MS = 30 * 1000,
   PROCS_MAX = 4096,
   DRAIN_MAX = 1 << 20, // what may lie in a pipe when its process is cut off
+  STALL_LOOK_MS = 5000,
 };
 
 // ---- messages (protocol page §4) ---------------------------------------------------------------
@@ -81,12 +83,13 @@ struct proc {
   agent *ag;
   proc *next;
   pid_t pid;
-  bool pty, reaped, ended, cut, paused, close_stdin;
+  bool pty, reaped, ended, cut, killed, close_stdin, oom;
   int status;
+  uint64_t oom_seen; // of the kernel's count when it started
   ev in, out[NSTREAMS]; // fd -1 when closed
   input *inq;
   sub *subs;
-  timer kept, deadline;
+  timer kept, deadline, stalled;
   char *tag;
   arena a; // holds config
   msg *config;
@@ -143,12 +146,13 @@ static void send_keepalive(call *k) {
   send_event(k, 4, 0, NULL, 0, 0);
 }
 
-static void send_end(call *k, int status) {
+static void send_end(call *k, const proc *p) {
+  int status = p->status;
   arena tmp = {.limit = 64 * 1024};
   msg *resp = msg_new(&tmp, k->m->out);
   msg *event = msg_add_sub(&tmp, resp, 1);
   msg *end = msg_add_sub(&tmp, event, 3);
-  char text[96];
+  char text[96], why[160];
   bool exited = WIFEXITED(status);
   int code = exited ? WEXITSTATUS(status) : -1;
   if (exited) {
@@ -160,10 +164,11 @@ static void send_end(call *k, int status) {
     snprintf(num, sizeof num, "signal %d", sig);
     snprintf(text, sizeof text, "signal: %s%s", name ? name : num, WCOREDUMP(status) ? " (core dumped)" : "");
   }
-  msg_add_int(&tmp, end, 1, code);
+  snprintf(why, sizeof why, "%s%s", text, p->oom ? " (out of memory: the kernel's OOM killer ended it)" : "");
+  msg_add_int(&tmp, end, 1, p->oom ? 128 + SIGKILL : code);
   msg_add_int(&tmp, end, 2, exited);
   msg_add_str(&tmp, end, 3, text);
-  if (code) msg_add_str(&tmp, end, 4, text);
+  if (code) msg_add_str(&tmp, end, 4, why);
   rpc_send(k, resp);
   arena_free(&tmp);
 }
@@ -261,6 +266,7 @@ static void proc_free(proc *p) {
     }
   timer_clear(&ag->loop, &p->kept);
   timer_clear(&ag->loop, &p->deadline);
+  timer_clear(&ag->loop, &p->stalled);
   close_ev(p, &p->in);
   for (int i = 0; i < NSTREAMS; i++) close_ev(p, &p->out[i]);
   fail_inputs(p, "the process has ended");
@@ -292,11 +298,12 @@ static void end_if_over(proc *p) {
   for (int i = 0; i < NSTREAMS; i++) close_ev(p, &p->out[i]);
   fail_inputs(p, "the process has ended");
   timer_clear(&p->ag->loop, &p->deadline);
+  timer_clear(&p->ag->loop, &p->stalled);
   while (p->subs) {
     call *k = p->subs->k;
     sub_drop(p->subs);
     if (!k) continue;
-    send_end(k, p->status);
+    send_end(k, p);
     rpc_finish(k);
   }
   p->kept = (timer){.cb = on_kept_over, .owner = p};
@@ -310,9 +317,25 @@ static bool held_back(proc *p) {
   return held;
 }
 
+// A subscriber that takes nothing for very long is cut off (it can connect again), so that a dead one does not
+// hold the process, and with it every other subscriber, for ever.
+static void on_stalled(timer *t) {
+  proc *p = t->owner;
+  int64_t now = mono_ms();
+  for (sub *s = p->subs, *next; s; s = next) {
+    next = s->next;
+    if (s->k && !rpc_may_send(s->k) && now - s->k->c->sent_at >= p->ag->stall_ms) http_abort(s->k->c);
+  }
+  watch_output(p);
+}
+
 static void watch_output(proc *p) {
   if (p->ended) return;
   bool held = held_back(p);
+  if (held && !p->stalled.pos) {
+    p->stalled = (timer){.cb = on_stalled, .owner = p};
+    timer_set(&p->ag->loop, &p->stalled, p->ag->stall_ms < STALL_LOOK_MS ? p->ag->stall_ms : STALL_LOOK_MS);
+  }
   for (int i = 0; i < NSTREAMS; i++)
     if (p->out[i].fd >= 0) ev_set(&p->ag->loop, &p->out[i], held ? 0 : EPOLLIN);
 }
@@ -349,15 +372,82 @@ static void pump(ev *e, uint32_t events) {
   watch_output(p);
 }
 
+// What it wrote before it was cut off is still worth having, if someone can take it.
+static void drain(proc *p) {
+  for (int i = 0; i < NSTREAMS; i++)
+    for (size_t n = 0; p->out[i].fd >= 0 && n < DRAIN_MAX && !held_back(p) && pump_once(p, i); n += PTY_CHUNK) {
+    }
+}
+
+// How many processes of the commands' cgroup the kernel has killed for memory. 0 when it does not tell.
+static uint64_t oom_count(const agent *ag) {
+  char text[512];
+  ssize_t n = ag->oom_fd < 0 ? -1 : pread(ag->oom_fd, text, sizeof text - 1, 0);
+  if (n <= 0) return 0;
+  text[n] = 0;
+  const char *p = strstr(text, "oom_kill ");
+  return p ? strtoull(p + 9, NULL, 10) : 0;
+}
+
+// A death by SIGKILL that nobody asked for here, or a shell's report of one, while the kernel has killed for
+// memory. One kill explains one end.
+static void blame_oom(proc *p) {
+  bool killed = WIFSIGNALED(p->status) ? WTERMSIG(p->status) == SIGKILL
+                                       : WIFEXITED(p->status) && WEXITSTATUS(p->status) == 128 + SIGKILL;
+  uint64_t now = killed && !p->killed ? oom_count(p->ag) : 0;
+  if (now <= p->oom_seen) return;
+  p->oom = true;
+  for (proc *o = p->ag->procs; o; o = o->next)
+    if (o->oom_seen < now) o->oom_seen++;
+}
+
+// Sends SIGKILL to everything of p's session, as /proc shows it. How many it were.
+static int kill_members(pid_t sid) {
+  DIR *d = opendir("/proc");
+  int n = 0;
+  if (!d) return 0;
+  for (struct dirent *e; (e = readdir(d));) {
+    uint64_t pid;
+    char path[64], text[512];
+    if (parse_u64(e->d_name, strlen(e->d_name), INT32_MAX, &pid)) continue;
+    snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t len = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (len <= 0) continue;
+    text[len] = 0;
+    const char *after = strrchr(text, ')'); // the name in front may hold anything
+    char state;
+    int ppid, pgrp, session;
+    if (!after || sscanf(after + 1, " %c %d %d %d", &state, &ppid, &pgrp, &session) != 4) continue;
+    if (session == sid && state != 'Z' && !kill((pid_t)pid, SIGKILL)) n++;
+  }
+  closedir(d);
+  return n;
+}
+
+// Ends the process with all that belongs to it: its group, and its session, which holds the job groups of an
+// interactive shell. What made a session of its own (setsid, daemons) has said that it wants to stay.
+static void kill_all(proc *p) {
+  p->killed = true;
+  if (!p->reaped) {
+    kill(-p->pid, SIGKILL);
+  } else {
+    char path[32]; // its number may be another's by now
+    snprintf(path, sizeof path, "/proc/%d", p->pid);
+    if (!access(path, F_OK)) return;
+  }
+  for (int pass = 0; pass < 3 && kill_members(p->pid); pass++) { // again for those born meanwhile
+  }
+}
+
 bool proc_reaped(agent *ag, pid_t pid, int status) {
   for (proc *p = ag->procs; p; p = p->next) {
     if (p->pid != pid || p->reaped) continue;
     p->reaped = true;
     p->status = status;
-    if (p->cut) // what it wrote before it died is still worth having, if someone can take it
-      for (int i = 0; i < NSTREAMS; i++)
-        for (size_t n = 0; p->out[i].fd >= 0 && n < DRAIN_MAX && !held_back(p) && pump_once(p, i); n += PTY_CHUNK) {
-        }
+    blame_oom(p);
+    if (p->cut) drain(p);
     end_if_over(p);
     return true;
   }
@@ -367,7 +457,8 @@ bool proc_reaped(agent *ag, pid_t pid, int status) {
 void procs_close(agent *ag) {
   while (ag->procs) {
     proc *p = ag->procs;
-    if (!p->reaped && kill(p->pid, SIGKILL) == 0) waitpid(p->pid, &p->status, 0);
+    if (!p->ended) kill_all(p);
+    if (!p->reaped) waitpid(p->pid, &p->status, 0);
     proc_free(p);
   }
 }
@@ -381,6 +472,7 @@ void child_reset(const agent *ag) {
   for (int s = 1; s < NSIG; s++) sigaction(s, &dfl, NULL); // fails for KILL and STOP, which need none
   sigprocmask(SIG_SETMASK, &none, NULL);
   setrlimit(RLIMIT_NOFILE, &ag->nofile);
+  setpriority(PRIO_PROCESS, 0, 0);
 }
 
 // Looks cmd up in path as execvp does, but never runs a shell of its own accord except for a file without
@@ -423,7 +515,7 @@ typedef struct {
   const account *user;
   gid_t *groups;
   size_t ngroups;
-  bool pty;
+  bool pty, cwd_optional;
   int io[3]; // for a terminal io[0] is the slave
   int report;
 } launch;
@@ -436,7 +528,6 @@ static void child_main(const agent *ag, const launch *l) {
   child_reset(ag);
   setsid(); // a group of its own: "kill 0" in there must not reach the agent
   umask(022);
-  setpriority(PRIO_PROCESS, 0, 0);
   // Both are best effort: neither file exists everywhere (host runs, kernels without the controller).
   rc = write_control("/proc/self/oom_score_adj", "100");
   if (ag->cgroup_fd >= 0) rc = write_all(ag->cgroup_fd, "0", 1);
@@ -452,7 +543,7 @@ static void child_main(const agent *ag, const launch *l) {
         setresuid(l->user->uid, l->user->uid, l->user->uid))
       rc = -errno;
   }
-  if (!rc && chdir(l->cwd)) {
+  if (!rc && chdir(l->cwd) && (!l->cwd_optional || chdir("/"))) {
     err[0] = STAGE_CWD;
     rc = -errno;
   }
@@ -541,7 +632,9 @@ static void on_deadline(call *k) {
   if (s) {
     proc *p = s->p;
     p->cut = true;
-    if (!p->reaped) kill(p->pid, SIGKILL);
+    kill_all(p);
+    drain(p);
+    if (!k->user_data) return; // the client left meanwhile
     sub_drop(s);
     watch_output(p);
     if (p->reaped) end_if_over(p);
@@ -558,7 +651,7 @@ static void on_proc_deadline(timer *t) {
       on_deadline(s->k);
       return;
     }
-  if (!p->reaped) kill(p->pid, SIGKILL);
+  kill_all(p);
   if (p->reaped) end_if_over(p);
 }
 
@@ -602,6 +695,9 @@ static void rpc_start(call *k) {
     return;
   }
   struct stat st;
+  // Where nobody asked for a directory the command runs anyway: accounts without a home are common.
+  for (int i = 0; !*cwd && i < 2 && (stat(dir, &st) || !S_ISDIR(st.st_mode)); i++) dir = i ? (char *)"/" : k->user.home;
+  l.cwd_optional = !*cwd;
   int missing = stat(dir, &st) ? errno : 0;
   if (missing || !S_ISDIR(st.st_mode)) {
     rpc_fail(k, INVALID_ARGUMENT, "cwd '%s' %s", dir, missing ? "does not exist" : "is not a directory");
@@ -663,6 +759,7 @@ static void rpc_start(call *k) {
   l.report = report[1];
   pid_t pid = -1;
   int err[2] = {0, 0};
+  uint64_t oom_seen = oom_count(ag);
   if (!rc) {
     // A descriptor that is to become 0, 1 or 2 must not be overwritten on the way: the agent keeps those
     // three open, so pipes never get such low numbers.
@@ -698,6 +795,7 @@ static void rpc_start(call *k) {
   p->ag = ag;
   p->pid = pid;
   p->pty = l.pty;
+  p->oom_seen = oom_seen;
   p->in = (ev){.fd = mine[0], .cb = on_input_ready, .owner = p};
   p->out[OUT] = (ev){.fd = mine[1], .cb = pump, .owner = p};
   p->out[ERR] = (ev){.fd = mine[2], .cb = pump, .owner = p};
@@ -742,7 +840,7 @@ static void rpc_connect(call *k) {
   if (!p) return;
   if (p->ended) {
     send_event(k, 1, 0, NULL, 0, p->pid);
-    send_end(k, p->status);
+    send_end(k, p);
     rpc_finish(k);
     return;
   }
@@ -774,6 +872,8 @@ static void rpc_signal(call *k) {
     rpc_fail(k, errno == ESRCH ? NOT_FOUND : INTERNAL, "cannot signal process %d: %s", p->pid, strerror(errno));
     return;
   }
+  // A terminated process can end its children itself; a killed one cannot.
+  if (sig == SIGKILL) kill_all(p);
   p->cut = true; // from here on the end follows the process, not its pipes
   k->out = msg_new(&k->a, &empty_desc);
 }

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { DB_MAX = 8 << 20 };
+enum { DB_MAX = 8 << 20, NGROUPS = 65536 };
 
 static char *load(const char *root, const char *path) {
   char full[4200];
@@ -66,7 +66,7 @@ static int fill(arena *a, const line *l, account *out) {
   return out->name && out->home ? 0 : -ENOMEM;
 }
 
-int users_find(const userdb *db, arena *a, const char *root, const char *name, bool any_number, account *out) {
+int users_find(const userdb *db, arena *a, const char *root, const char *name, account *out) {
   line l;
   size_t nl = strlen(name);
   if (!nl) return -ENOENT;
@@ -82,14 +82,11 @@ int users_find(const userdb *db, arena *a, const char *root, const char *name, b
         if (has_gid) out->gid = (gid_t)gid;
         return fill(a, &l, out);
       }
-    if (any_number || uid == 0) {
-      out->uid = (uid_t)uid;
-      out->gid = (gid_t)gid;
-      out->name = arena_strndup(a, uid ? name : "root", uid ? un : 4);
-      out->home = arena_strndup(a, "/", 1);
-      return out->name && out->home ? 0 : -ENOMEM;
-    }
-    return -ENOENT;
+    out->uid = (uid_t)uid;
+    out->gid = (gid_t)gid;
+    out->name = arena_strndup(a, uid ? name : "root", uid ? un : 4);
+    out->home = arena_strndup(a, "/", 1);
+    return out->name && out->home ? 0 : -ENOMEM;
   }
   if (!strcmp(name, "root")) { // an image with no account file at all
     char path[4200];
@@ -122,6 +119,13 @@ ssize_t users_groups(const userdb *db, arena *a, const account *u, gid_t **out) 
     }
     for (size_t i = 0; member && i < n; i++)
       if (g[i] == gid) member = false;
+    if (member && n == cap && cap < NGROUPS) {
+      gid_t *more = arena_alloc(a, 2 * cap * sizeof *g);
+      if (!more) return -ENOMEM;
+      memcpy(more, g, n * sizeof *g);
+      g = more;
+      cap *= 2;
+    }
     if (member && n < cap) g[n++] = gid;
   }
   *out = g;

@@ -19,9 +19,9 @@ typedef struct userdb {
 void users_load(userdb *db, const char *root); // absent files are empty ones
 void users_free(userdb *db);
 
-// By name, or by number ("1000", "1000:1000") when such a user exists. With `any_number` a number without an
-// entry is an account too (image configs name such users). root always exists. 0, -ENOENT or -ENOMEM.
-int users_find(const userdb *db, arena *a, const char *root, const char *name, bool any_number, account *out);
+// By name, or by number ("1000", "1000:1000"): a number without an entry is an account too (image configs name
+// such users), with home "/" and, unless given, group 0. root always exists. 0, -ENOENT or -ENOMEM.
+int users_find(const userdb *db, arena *a, const char *root, const char *name, account *out);
 // Supplementary groups, the primary one included. Count, or -ENOMEM.
 ssize_t users_groups(const userdb *db, arena *a, const account *u, gid_t **out);
 // Names for a listing; decimal ids when unknown.

@@ -2,6 +2,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +14,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "stage.h"
 
 enum { EV_CREATE = 1, EV_WRITE, EV_REMOVE, EV_RENAME, EV_CHMOD };
 enum { WATCHERS_MAX = 512, QUEUE_MAX = 100000, DEPTH_MAX = 128 };
@@ -28,11 +30,12 @@ typedef struct queued {
   char name[];
 } queued;
 
-// Names found by looking into a new directory: their own event may still follow and is then a repetition.
+// Names whose own event may still follow and would then be a repetition: those found by looking into a new directory.
 typedef struct seen {
   struct seen *next;
   char rel[];
 } seen;
+enum { SEEN_SLOTS = 1024 };
 
 typedef struct watcher {
   agent *ag;
@@ -41,16 +44,35 @@ typedef struct watcher {
   call *k; // WatchDir; NULL for a queued one
   char id[40];
   char *root;
-  bool recursive, entry, failed;
+  bool recursive, entry, failed, legacy;
   const char *why;
-  node *nodes;
+  node *nodes; // in the order of wd: the kernel counts upwards
   size_t n, cap;
   queued *first, **tail;
   size_t nqueued;
-  seen *seen;
+  seen *seen[SEEN_SLOTS];
+  size_t nseen;
 } watcher;
 
 #define MASK (IN_CREATE | IN_MOVED_TO | IN_MOVED_FROM | IN_ATTRIB | IN_MODIFY | IN_DELETE | IN_DELETE_SELF | IN_MOVE_SELF)
+
+static uint32_t slot_of(const char *s) {
+  uint32_t h = 2166136261u;
+  for (; *s; s++) h = (h ^ (uint8_t)*s) * 16777619u;
+  return (h ^ h >> 15) % SEEN_SLOTS;
+}
+
+static void see(watcher *w, seen *s) {
+  seen **p = &w->seen[slot_of(s->rel)];
+  s->next = *p;
+  *p = s;
+  w->nseen++;
+}
+
+static void forget_seen(watcher *w) {
+  for (size_t i = 0; w->nseen && i < SEEN_SLOTS; i++)
+    for (seen *s; (s = w->seen[i]); w->nseen--) w->seen[i] = s->next, free(s);
+}
 
 static void watcher_free(watcher *w) {
   for (watcher **p = &w->ag->watchers; *p; p = &(*p)->next)
@@ -70,13 +92,12 @@ static void watcher_free(watcher *w) {
   for (size_t i = 0; i < w->n; i++) free(w->nodes[i].rel);
   free(w->nodes);
   for (queued *q = w->first, *n; q; q = n) n = q->next, free(q);
-  for (seen *s = w->seen, *n; s; s = n) n = s->next, free(s);
+  forget_seen(w);
   free(w->root);
   w->n = w->cap = 0;
   w->nodes = NULL;
   w->root = NULL;
   w->first = NULL;
-  w->seen = NULL;
   loop_free_later(&w->ag->loop, w);
 }
 
@@ -97,7 +118,7 @@ static void fill_event(watcher *w, arena *a, const userdb *db, msg *ev, const ch
   const fdesc *f = &ev->d->fields[2];
   msg *info = msg_new(a, f->sub);
   char *p = full_path(w, a, strcmp(name, ".") ? name : "");
-  if (!info || !p || entry_info(a, db, p, info)) return;
+  if (!info || !p || entry_info(a, db, p, w->legacy, info)) return;
   val *v = msg_add(a, ev, 3);
   if (v) v->m = info;
 }
@@ -129,28 +150,42 @@ static void emit(watcher *w, const char *name, int type) {
 }
 
 static node *node_of(watcher *w, int wd) {
-  for (size_t i = 0; i < w->n; i++)
-    if (w->nodes[i].wd == wd) return &w->nodes[i];
-  return NULL;
+  size_t lo = 0, hi = w->n;
+  while (lo < hi) {
+    size_t mid = (lo + hi) / 2;
+    if (w->nodes[mid].wd < wd)
+      lo = mid + 1;
+    else
+      hi = mid;
+  }
+  return lo < w->n && w->nodes[lo].wd == wd ? &w->nodes[lo] : NULL;
 }
 
 static void forget(watcher *w, size_t i) {
   free(w->nodes[i].rel);
-  w->nodes[i] = w->nodes[--w->n];
+  memmove(w->nodes + i, w->nodes + i + 1, (w->n - i - 1) * sizeof *w->nodes);
+  w->n--;
 }
 
 // A directory that was moved away is no longer ours, nor is what lies below it.
 static void forget_tree(watcher *w, const char *rel) {
-  size_t len = strlen(rel);
-  for (size_t i = 0; i < w->n;) {
+  size_t len = strlen(rel), kept = 0;
+  for (size_t i = 0; i < w->n; i++) {
     const char *r = w->nodes[i].rel;
     if (!strncmp(r, rel, len) && (!r[len] || r[len] == '/')) {
       inotify_rm_watch(w->e.fd, w->nodes[i].wd);
-      forget(w, i);
+      free(w->nodes[i].rel);
     } else {
-      i++;
+      w->nodes[kept++] = w->nodes[i];
     }
   }
+  w->n = kept;
+}
+
+// Uploads of ours on the way to their name: a name for a moment, or "#" and the number of an unnamed file.
+static bool is_staging(const char *name) {
+  if (!strncmp(name, STAGE_PREFIX, strlen(STAGE_PREFIX))) return true;
+  return name[0] == '#' && name[1] && !name[1 + strspn(name + 1, "0123456789")];
 }
 
 static int add_dir(watcher *w, const char *rel, bool report, int depth) {
@@ -180,7 +215,11 @@ static int add_dir(watcher *w, const char *rel, bool report, int depth) {
       }
     }
     if (w->n < w->cap) {
-      w->nodes[w->n++] = (node){wd, r};
+      size_t at = w->n;
+      while (at && w->nodes[at - 1].wd > wd) at--; // only after the kernel's counter has wrapped
+      memmove(w->nodes + at + 1, w->nodes + at, (w->n - at) * sizeof *w->nodes);
+      w->nodes[at] = (node){wd, r};
+      w->n++;
     } else {
       free(r);
       rc = -ENOMEM;
@@ -191,6 +230,7 @@ static int add_dir(watcher *w, const char *rel, bool report, int depth) {
   if (!d) return rc;
   for (struct dirent *e; !rc && !w->failed && (e = readdir(d));) {
     if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+    if (e->d_name[0] == '.' && is_staging(e->d_name)) continue;
     struct stat st;
     if (fstatat(dirfd(d), e->d_name, &st, AT_SYMLINK_NOFOLLOW)) continue;
     size_t len = strlen(rel) + strlen(e->d_name) + 2;
@@ -205,26 +245,39 @@ static int add_dir(watcher *w, const char *rel, bool report, int depth) {
       if (S_ISREG(st.st_mode) && st.st_size) emit(w, s->rel, EV_WRITE);
     }
     if (w->recursive && S_ISDIR(st.st_mode)) rc = add_dir(w, s->rel, report, depth + 1);
-    if (report && !w->failed) {
-      s->next = w->seen;
-      w->seen = s;
-    } else {
+    if (report && !w->failed)
+      see(w, s);
+    else
       free(s);
-    }
   }
   closedir(d);
   return rc;
 }
 
 static bool was_seen(watcher *w, const char *rel) {
-  for (seen **p = &w->seen; *p; p = &(*p)->next)
+  if (!w->nseen) return false;
+  for (seen **p = &w->seen[slot_of(rel)]; *p; p = &(*p)->next)
     if (!strcmp((*p)->rel, rel)) {
       seen *s = *p;
       *p = s->next;
+      w->nseen--;
       free(s);
       return true;
     }
   return false;
+}
+
+void watchers_expect(void *ag, const char *path) {
+  for (watcher *w = ((agent *)ag)->watchers; w; w = w->next) {
+    size_t n = strlen(w->root);
+    if (!strcmp(w->root, "/")) n = 0;
+    if (strncmp(path, w->root, n) || path[n] != '/') continue;
+    const char *rel = path + n + 1;
+    seen *s = w->recursive || !strchr(rel, '/') ? malloc(sizeof *s + strlen(rel) + 1) : NULL;
+    if (!s) continue;
+    strcpy(s->rel, rel);
+    see(w, s);
+  }
 }
 
 static void one_event(watcher *w, const struct inotify_event *e) {
@@ -244,6 +297,13 @@ static void one_event(watcher *w, const struct inotify_event *e) {
   if (e->len) {
     int len = snprintf(rel, sizeof rel, "%s%s%s", n->rel, *n->rel ? "/" : "", e->name);
     if (len < 0 || (size_t)len >= sizeof rel) return;
+    if (is_staging(e->name)) {
+      struct stat st;
+      char full[PATH_MAX];
+      if (e->name[0] == '.') return;
+      len = snprintf(full, sizeof full, "%s/%s", w->root, rel);
+      if (!(e->mask & IN_DELETE) && len < (int)sizeof full && lstat(full, &st)) return; // no file has that name
+    }
   } else {
     if (*n->rel) return; // the parent's watch reports it by name
     strcpy(rel, ".");
@@ -285,7 +345,7 @@ static void on_inotify(ev *e, uint32_t events) {
     ssize_t n = read(e->fd, chunk, sizeof chunk);
     if (n < 0 && errno == EAGAIN) {
       // Whatever was queued before a directory was looked into has been read now.
-      for (seen *s; (s = w->seen);) w->seen = s->next, free(s);
+      forget_seen(w);
       break;
     }
     if (n < 0 && errno != EINTR) give_up(w, strerror(errno));
@@ -352,6 +412,7 @@ static watcher *watch_new(call *k, bool stream) {
   w->e = (ev){.fd = fd, .cb = on_inotify, .owner = w};
   w->recursive = msg_int(k->in, 2);
   w->entry = msg_int(k->in, 3);
+  w->legacy = k->legacy;
   w->tail = &w->first;
   w->next = k->ag->watchers;
   k->ag->watchers = w;
