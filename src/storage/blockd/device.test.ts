@@ -62,9 +62,16 @@ function memoryStack(): MemoryStack {
     seal(sealedPath) {
       return { file: sealedPath };
     },
+    compactStep: () => ({ done: true, movedBytes: 0, flushNeeded: false }),
+    beginFlush: () => undefined,
+    pin: () => () => undefined,
+    grow: () => undefined,
+    swapLowers: () => [],
     stats: () => ({
       upperDataBytes: 1,
       upperLiveBytes: 2,
+      upperIndexBytes: 0,
+      compactionDue: false,
       lowerCount: 3,
       upperMappings: 4,
       lowerMappings: 5,

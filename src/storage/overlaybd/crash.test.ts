@@ -1,14 +1,14 @@
-import { afterAll, describe, expect, mock, test } from "bun:test";
+import { describe, expect, test } from "bun:test";
 import { existsSync, readdirSync, unlinkSync } from "node:fs";
-import * as io from "../../../ffi/io.ts";
 import { AenvError } from "../../lib/errors.ts";
-import * as files from "./files.ts";
+import { type Disk, type DiskFile, hostDisk } from "./disk.ts";
+import { createLayerWriter, openStack as openStackOn } from "./index.ts";
 import { expectEqualBytes, fillPattern, scratchDirectory } from "./test-support.ts";
 import type { ImageConfig, LayerStack, UpperMode, UpperRef } from "./types.ts";
 
 /**
- * Every change on disk goes through ffi/io.ts and files.ts. Here the n-th change fails: alone (an I/O error)
- * or with all that follow (the process is dead, so undoing fails, too).
+ * Every change on disk goes through a Disk. Here the n-th change fails: alone (an I/O error) or with all that
+ * follow (the process is dead, so undoing fails, too).
  */
 type Failure = "once" | "dead" | "off";
 let failure: Failure = "off";
@@ -18,44 +18,73 @@ let diedAt = "";
 
 class Injected extends Error {}
 
-function wrapped<Arguments extends readonly unknown[], Result>(
-  name: string,
-  original: (...args: Arguments) => Result,
-): (...args: Arguments) => Result {
-  return (...args) => {
-    if (failure !== "off" && remaining-- <= 0) {
-      if (failure === "once") failure = "off";
-      if (diedAt === "") diedAt = name;
-      throw new Injected(`injected at ${name}`);
-    }
-    return original(...args);
+function change(name: string): void {
+  if (failure === "off" || remaining-- > 0) return;
+  if (failure === "once") failure = "off";
+  if (diedAt === "") diedAt = name;
+  throw new Injected(`injected at ${name}`);
+}
+
+function failing(file: DiskFile): DiskFile {
+  const { fd } = file;
+  return {
+    name: file.name,
+    ...(fd === undefined ? {} : { fd }),
+    read: (...args) => file.read(...args),
+    size: () => file.size(),
+    seekData: (offset) => file.seekData(offset),
+    seekHole: (offset) => file.seekHole(offset),
+    lock: (mode) => file.lock(mode),
+    close: () => file.close(),
+    write(...args) {
+      change("write");
+      file.write(...args);
+    },
+    truncate(length) {
+      change("truncate");
+      file.truncate(length);
+    },
+    punchHole(offset, length) {
+      change("punchHole");
+      file.punchHole(offset, length);
+    },
+    datasync() {
+      change("datasync");
+      file.datasync();
+    },
+    sync() {
+      change("sync");
+      file.sync();
+    },
   };
 }
 
-const realIo = { ...io };
-const realFiles = { ...files };
-mock.module("../../../ffi/io.ts", () => ({
-  ...realIo,
-  pwrite: wrapped("pwrite", realIo.pwrite),
-  fdatasync: wrapped("fdatasync", realIo.fdatasync),
-  fsync: wrapped("fsync", realIo.fsync),
-  truncate: wrapped("truncate", realIo.truncate),
-  punchHole: wrapped("punchHole", realIo.punchHole),
-  renameNoReplace: wrapped("renameNoReplace", realIo.renameNoReplace),
-}));
-mock.module("./files.ts", () => ({
-  ...realFiles,
-  createFile: wrapped("createFile", realFiles.createFile),
-  replaceFile: wrapped("replaceFile", realFiles.replaceFile),
-  renameFile: wrapped("renameFile", realFiles.renameFile),
-  removeIfPresent: wrapped("removeIfPresent", realFiles.removeIfPresent),
-  fsyncDirectoriesOf: wrapped("fsyncDirectoriesOf", realFiles.fsyncDirectoriesOf),
-}));
-afterAll(() => {
-  mock.module("../../../ffi/io.ts", () => realIo);
-  mock.module("./files.ts", () => realFiles);
-});
-const { createLayerWriter, openStack } = await import("./index.ts");
+const failingDisk: Disk = {
+  ...hostDisk,
+  open: (file, mode) => failing(hostDisk.open(file, mode)),
+  create(file) {
+    change("create");
+    return failing(hostDisk.create(file));
+  },
+  rename(from, to) {
+    change("rename");
+    hostDisk.rename(from, to);
+  },
+  renameNoReplace(from, to) {
+    change("renameNoReplace");
+    hostDisk.renameNoReplace(from, to);
+  },
+  removeIfPresent(file) {
+    change("removeIfPresent");
+    hostDisk.removeIfPresent(file);
+  },
+  syncDirectoriesOf(...files) {
+    change("syncDirectoriesOf");
+    hostDisk.syncDirectoriesOf(...files);
+  },
+};
+
+const openStack = (config: ImageConfig) => openStackOn(config, failingDisk);
 
 const SIZE = 256 * 1024;
 
@@ -211,7 +240,7 @@ describe("a layer being written", () => {
       remaining = steps;
       let error: unknown;
       try {
-        using writer = createLayerWriter(target, { virtualSizeBytes: SIZE });
+        using writer = createLayerWriter(target, { virtualSizeBytes: SIZE }, failingDisk);
         writer.append(0, new Uint8Array(SIZE).fill(4));
         writer.finish();
       } catch (thrown) {

@@ -1,7 +1,5 @@
-import { closeSync, existsSync } from "node:fs";
-import { fsync, pwrite, renameNoReplace } from "../../../ffi/io.ts";
+import { type Disk, type DiskFile, hostDisk, temporaryName } from "./disk.ts";
 import { badRequest } from "./errors.ts";
-import { createFile, fsyncDirectoriesOf, removeIfPresent, temporaryName } from "./files.ts";
 import { MAX_DISK_BYTES, parseUuid, SECTOR_BYTES } from "./lsmt/format.ts";
 import { type ByteSink, CommittedWriter } from "./lsmt/writer.ts";
 import { encodeTarHead, TAR_HEAD_BYTES, tarTailBytes } from "./tar.ts";
@@ -12,42 +10,45 @@ const BUFFER_BYTES = 1 << 20;
 
 /** Appends to a temporary file beside the target, through a buffer; published by rename when finished. */
 export class OutputFile implements ByteSink, Disposable {
+  readonly #disk: Disk;
   readonly #target: string;
   readonly #temporary: string;
   readonly #buffer = new Uint8Array(new ArrayBuffer(BUFFER_BYTES));
-  #fd: number | undefined;
+  #opened: DiskFile | undefined;
   #buffered = 0;
   #written = 0;
 
-  constructor(target: string) {
-    if (existsSync(target)) {
+  constructor(disk: Disk, target: string) {
+    if (disk.exists(target)) {
       throw badRequest(
         "layer_exists",
         `${target} exists`,
         "layers are never overwritten: choose another path",
       );
     }
+    this.#disk = disk;
     this.#target = target;
     this.#temporary = temporaryName(target);
-    this.#fd = createFile(this.#temporary);
+    this.#opened = disk.create(this.#temporary);
   }
 
   get position(): number {
     return this.#written + this.#buffered;
   }
 
-  #file(): number {
-    if (this.#fd === undefined) throw new Error(`${this.#target}: written after it was finished or aborted`);
-    return this.#fd;
+  #file(): DiskFile {
+    if (this.#opened === undefined)
+      throw new Error(`${this.#target}: written after it was finished or aborted`);
+    return this.#opened;
   }
 
   append(source: Uint8Array, sourceOffset: number, lengthBytes: number): void {
-    const fd = this.#file();
+    const file = this.#file();
     let from = sourceOffset;
     let left = lengthBytes;
     if (left >= BUFFER_BYTES) {
       this.#flush();
-      pwrite(fd, source, from, left, this.#written, this.#temporary);
+      file.write(this.#written, source, from, left);
       this.#written += left;
       return;
     }
@@ -63,7 +64,7 @@ export class OutputFile implements ByteSink, Disposable {
 
   #flush(): void {
     if (this.#buffered === 0) return;
-    pwrite(this.#file(), this.#buffer, 0, this.#buffered, this.#written, this.#temporary);
+    this.#file().write(this.#written, this.#buffer, 0, this.#buffered);
     this.#written += this.#buffered;
     this.#buffered = 0;
   }
@@ -71,27 +72,27 @@ export class OutputFile implements ByteSink, Disposable {
   /** Overwrites bytes written before. */
   rewrite(offsetBytes: number, bytes: Uint8Array): void {
     this.#flush();
-    pwrite(this.#file(), bytes, 0, bytes.byteLength, offsetBytes, this.#temporary);
+    this.#file().write(offsetBytes, bytes, 0, bytes.byteLength);
   }
 
   /** Flushes, syncs and renames into place; the file is there whole or not at all. Returns its size. */
   publish(): number {
     this.#flush();
-    const fd = this.#file();
-    fsync(fd, this.#temporary);
-    renameNoReplace(this.#temporary, this.#target);
-    this.#fd = undefined;
-    closeSync(fd);
-    fsyncDirectoriesOf(this.#target);
+    const file = this.#file();
+    file.sync();
+    this.#disk.renameNoReplace(this.#temporary, this.#target);
+    this.#opened = undefined;
+    file.close();
+    this.#disk.syncDirectoriesOf(this.#target);
     return this.#written;
   }
 
   /** Drops what was written, unless it has been published. */
   [Symbol.dispose](): void {
-    if (this.#fd === undefined) return;
-    closeSync(this.#fd);
-    this.#fd = undefined;
-    removeIfPresent(this.#temporary);
+    if (this.#opened === undefined) return;
+    this.#opened.close();
+    this.#opened = undefined;
+    this.#disk.removeIfPresent(this.#temporary);
   }
 }
 
@@ -127,7 +128,11 @@ export class LayerFileWriter implements LayerWriter {
   readonly #zfile: ZFileWriter | undefined;
   readonly #writer: CommittedWriter;
 
-  constructor(target: string, options: LayerWriterOptions & Pick<CommitOptions, "compression" | "tar">) {
+  constructor(
+    disk: Disk,
+    target: string,
+    options: LayerWriterOptions & Pick<CommitOptions, "compression" | "tar">,
+  ) {
     checkVirtualSize(options.virtualSizeBytes, 0);
     const identity = {
       virtualSizeBytes: options.virtualSizeBytes,
@@ -138,7 +143,7 @@ export class LayerFileWriter implements LayerWriter {
     this.#uuid = identity.uuid;
     this.#virtualSizeBytes = options.virtualSizeBytes;
     using cleanup = new DisposableStack();
-    this.#output = cleanup.use(new OutputFile(target));
+    this.#output = cleanup.use(new OutputFile(disk, target));
     this.#payloadOffset = options.tar === true ? TAR_HEAD_BYTES : 0;
     if (options.tar === true) this.#output.append(encodeTarHead(0), 0, TAR_HEAD_BYTES);
     this.#zfile =
@@ -211,6 +216,10 @@ export class LayerFileWriter implements LayerWriter {
   }
 }
 
-export function createLayerWriter(target: string, options: LayerWriterOptions): LayerWriter {
-  return new LayerFileWriter(target, options);
+export function createLayerWriter(
+  target: string,
+  options: LayerWriterOptions,
+  disk: Disk = hostDisk,
+): LayerWriter {
+  return new LayerFileWriter(disk, target, options);
 }

@@ -1,3 +1,4 @@
+import { type Disk, hostDisk } from "./disk.ts";
 import { badRequest } from "./errors.ts";
 import { LayerFileWriter } from "./layer-writer.ts";
 import { type FlatIndex, ZEROED_TAG } from "./lsmt/flat-index.ts";
@@ -37,26 +38,32 @@ function copyMapped(
 
 /** Writes a layer from what `index` maps; an existing `target` or any failure leaves nothing behind. */
 function writeLayer(
+  disk: Disk,
   index: FlatIndex,
   sourceOf: (layer: number) => ReadSource,
   target: string,
   options: LayerWriterOptions & CommitOptions,
 ): LayerRef {
   try {
-    using writer = new LayerFileWriter(target, options);
+    using writer = new LayerFileWriter(disk, target, options);
     copyMapped(index, sourceOf, writer);
     return writer.finish();
   } catch (error) {
     if (!(error instanceof IncompressibleBlock) || options.compression === undefined) throw error;
     const compression = { ...options.compression, blockSizeBytes: ZFILE_SAFE_BLOCK_SIZE };
-    return writeLayer(index, sourceOf, target, { ...options, compression });
+    return writeLayer(disk, index, sourceOf, target, { ...options, compression });
   }
 }
 
 /** See OverlaybdRoom.commitUpper. */
-export function commitUpper(upperRef: UpperRef, target: string, options: CommitOptions): LayerRef {
-  using upper = new Upper(upperRef, { readOnly: true });
-  return writeLayer(upper.index.toFlat(0), () => upper.source, target, {
+export function commitUpper(
+  upperRef: UpperRef,
+  target: string,
+  options: CommitOptions,
+  disk: Disk = hostDisk,
+): LayerRef {
+  using upper = new Upper(disk, upperRef, { readOnly: true });
+  return writeLayer(disk, upper.index.toFlat(0), () => upper.source, target, {
     ...options,
     virtualSizeBytes: upper.virtualSizeBytes,
     parentUuid: options.parentUuid ?? upper.parentUuid,
@@ -64,11 +71,16 @@ export function commitUpper(upperRef: UpperRef, target: string, options: CommitO
 }
 
 /** See OverlaybdRoom.mergeLayers. */
-export function mergeLayers(layers: readonly LayerRef[], target: string, options: CommitOptions): LayerRef {
+export function mergeLayers(
+  layers: readonly LayerRef[],
+  target: string,
+  options: CommitOptions,
+  disk: Disk = hostDisk,
+): LayerRef {
   if (layers.length === 0) throw badRequest("no_layers", "nothing to merge: no layer was given");
-  using opened = openLowers(layers);
+  using opened = openLowers(disk, layers);
   const sources = opened.lowers.map((lower) => lower.source);
-  return writeLayer(opened.base, (layer) => sources[layer]!, target, {
+  return writeLayer(disk, opened.base, (layer) => sources[layer]!, target, {
     ...options,
     virtualSizeBytes: opened.inheritedSizeBytes,
     parentUuid: options.parentUuid ?? opened.bottomParentUuid,

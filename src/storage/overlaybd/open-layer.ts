@@ -1,3 +1,4 @@
+import type { Disk } from "./disk.ts";
 import type { FlatIndex } from "./lsmt/flat-index.ts";
 import { type LayerBlocks, readLayerBlocks, readLayerIndex } from "./lsmt/layer.ts";
 import { openFileSource, type ReadSource } from "./source.ts";
@@ -7,9 +8,9 @@ import { looksLikeZFile, ZFileSource } from "./zfile/reader.ts";
 export type Container = "tar" | "zfile" | "lsmt";
 
 /** A file with its wrappings peeled off, always in the order tar, ZFile. */
-export function openUnwrapped(file: string): { source: ReadSource; container: Container[] } {
+export function openUnwrapped(disk: Disk, file: string): { source: ReadSource; container: Container[] } {
   const container: Container[] = [];
-  let source: ReadSource = openFileSource(file);
+  let source: ReadSource = openFileSource(disk, file);
   try {
     const payload = findTarPayload(source);
     if (payload !== undefined) {
@@ -17,7 +18,7 @@ export function openUnwrapped(file: string): { source: ReadSource; container: Co
       container.push("tar");
     }
     if (looksLikeZFile(source)) {
-      source = new ZFileSource(source);
+      source = new ZFileSource(source, disk.identityOf(file));
       container.push("zfile");
     }
     return { source, container };
@@ -35,8 +36,8 @@ export interface OpenLayer extends Disposable {
   readonly index: FlatIndex;
 }
 
-export function openLayer(file: string, layer: number): OpenLayer {
-  const { source, container } = openUnwrapped(file);
+export function openLayer(disk: Disk, file: string, layer: number): OpenLayer {
+  const { source, container } = openUnwrapped(disk, file);
   try {
     const blocks = readLayerBlocks(source);
     const index = readLayerIndex(source, blocks.trailer, layer);

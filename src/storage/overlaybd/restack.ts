@@ -1,9 +1,7 @@
-import { existsSync, readFileSync, statSync } from "node:fs";
-import { pwrite } from "../../../ffi/io.ts";
 import { AenvError } from "../../lib/errors.ts";
-import { fsyncDirectoriesOf, removeIfPresent, renameFile, replaceFile, sameFile } from "./files.ts";
+import { type Disk, replaceFile } from "./disk.ts";
 import { inspectLayer } from "./inspect.ts";
-import { readDataHeader } from "./lsmt/upper.ts";
+import { readDataHeader } from "./lsmt/upper-files.ts";
 import type { ImageConfig, LayerRef, UpperRef } from "./types.ts";
 
 /**
@@ -67,12 +65,12 @@ function isRecord(value: unknown): value is RestackRecord {
 }
 
 /** Records of restacks of the upper at this path, oldest first. */
-export function readRecords(upper: UpperRef): RestackRecord[] {
+export function readRecords(disk: Disk, upper: UpperRef): RestackRecord[] {
   const file = recordPath(upper);
-  if (!existsSync(file)) return [];
+  if (!disk.exists(file)) return [];
   let parsed: unknown;
   try {
-    parsed = JSON.parse(readFileSync(file, "utf8"));
+    parsed = JSON.parse(disk.readText(file));
   } catch (error) {
     throw new AenvError({
       code: "restack_record_invalid",
@@ -87,77 +85,86 @@ export function readRecords(upper: UpperRef): RestackRecord[] {
   return parsed;
 }
 
-export function writeRecords(upper: UpperRef, records: readonly RestackRecord[]): void {
+export function writeRecords(disk: Disk, upper: UpperRef, records: readonly RestackRecord[]): void {
   const file = recordPath(upper);
   if (records.length === 0) {
-    removeIfPresent(file);
+    disk.removeIfPresent(file);
     return;
   }
   const bytes = new TextEncoder().encode(JSON.stringify(records));
-  replaceFile(file, (fd, name) => pwrite(fd, bytes, 0, bytes.byteLength, 0, name));
-  fsyncDirectoriesOf(file);
+  replaceFile(disk, file, (out) => out.write(0, bytes, 0, bytes.byteLength));
+  disk.syncDirectoriesOf(file);
 }
 
 /** Puts the waiting fresh files in place of the old ones and removes an old index that is not replaced. */
-export function placeFresh(fresh: UpperRef, old: UpperRef): void {
+export function placeFresh(disk: Disk, fresh: UpperRef, old: UpperRef): void {
   const waiting = waitingUpper(fresh, old);
   // Data last: while it still waits, the record tells that the work is not done.
   if (fresh.index !== undefined && waiting.index !== undefined && waiting.index !== fresh.index) {
-    if (existsSync(waiting.index)) renameFile(waiting.index, fresh.index);
+    if (disk.exists(waiting.index)) disk.rename(waiting.index, fresh.index);
   }
-  if (waiting.data !== fresh.data && existsSync(waiting.data)) renameFile(waiting.data, fresh.data);
-  fsyncDirectoriesOf(fresh.data, ...(fresh.index === undefined ? [] : [fresh.index]));
+  if (waiting.data !== fresh.data && disk.exists(waiting.data)) disk.rename(waiting.data, fresh.data);
+  disk.syncDirectoriesOf(fresh.data, ...(fresh.index === undefined ? [] : [fresh.index]));
   if (old.index !== undefined && old.index !== fresh.index && old.index !== fresh.data)
-    removeIfPresent(old.index);
+    disk.removeIfPresent(old.index);
 }
 
-export function removeFresh(fresh: UpperRef, old: UpperRef): void {
+export function removeFresh(disk: Disk, fresh: UpperRef, old: UpperRef): void {
   const waiting = waitingUpper(fresh, old);
-  removeIfPresent(waiting.data);
-  if (waiting.index !== undefined) removeIfPresent(waiting.index);
+  disk.removeIfPresent(waiting.data);
+  if (waiting.index !== undefined) disk.removeIfPresent(waiting.index);
 }
 
-function headerUuid(file: string): string | undefined {
-  return readDataHeader(file)?.uuid;
+function headerUuid(disk: Disk, file: string): string | undefined {
+  return readDataHeader(disk, file)?.uuid;
+}
+
+function fileSizeOf(disk: Disk, file: string): number {
+  const opened = disk.open(file, "read");
+  try {
+    return opened.size();
+  } finally {
+    opened.close();
+  }
 }
 
 /** Carries out what `record` says for an upper that is still configured as `upper`; undefined: old state. */
-function rollForward(upper: UpperRef, record: RestackRecord): LayerRef | undefined {
+function rollForward(disk: Disk, upper: UpperRef, record: RestackRecord): LayerRef | undefined {
   const { fresh, freshUuid, sealedPath, sealedUuid } = record;
   // Where rename cannot refuse to replace, link and unlink stand for it and both names may be left.
-  const linkedTwice = sameFile(upper.data, sealedPath);
-  if (!linkedTwice && headerUuid(upper.data) === sealedUuid) {
+  const linkedTwice = disk.sameFile(upper.data, sealedPath);
+  if (!linkedTwice && headerUuid(disk, upper.data) === sealedUuid) {
     const waiting = waitingUpper(fresh, upper);
-    const half = headerUuid(waiting.data);
-    if (half === undefined || half === freshUuid) removeFresh(fresh, upper);
+    const half = headerUuid(disk, waiting.data);
+    if (half === undefined || half === freshUuid) removeFresh(disk, fresh, upper);
     return undefined;
   }
-  if (!existsSync(sealedPath) || inspectLayer(sealedPath).uuid !== sealedUuid) return undefined;
+  if (!disk.exists(sealedPath) || inspectLayer(sealedPath, disk).uuid !== sealedUuid) return undefined;
   const waiting = waitingUpper(fresh, upper);
-  if (headerUuid(waiting.data) === freshUuid) {
-    if (linkedTwice && waiting.data === fresh.data) removeIfPresent(upper.data);
-    placeFresh(fresh, upper);
+  if (headerUuid(disk, waiting.data) === freshUuid) {
+    if (linkedTwice && waiting.data === fresh.data) disk.removeIfPresent(upper.data);
+    placeFresh(disk, fresh, upper);
   } else if (
-    headerUuid(fresh.data) !== freshUuid &&
+    headerUuid(disk, fresh.data) !== freshUuid &&
     // The fresh upper was sealed itself since: its own record comes next.
-    !readRecords(fresh).some((later) => later.sealedUuid === freshUuid)
+    !readRecords(disk, fresh).some((later) => later.sealedUuid === freshUuid)
   ) {
     return undefined;
   }
-  return { file: sealedPath, uuid: sealedUuid, size: statSync(sealedPath).size };
+  return { file: sealedPath, uuid: sealedUuid, size: fileSizeOf(disk, sealedPath) };
 }
 
 /**
  * Completes or drops restacks that were under way when the process before died. Returns the config to open
  * (the given one when there is nothing to do) and what was done.
  */
-export function recoverRestack(config: ImageConfig): { config: ImageConfig; warnings: string[] } {
+export function recoverRestack(disk: Disk, config: ImageConfig): { config: ImageConfig; warnings: string[] } {
   const warnings: string[] = [];
   let current = config;
   for (let round = 0; round < 256; round++) {
     const { upper } = current;
     if (upper === undefined) break;
-    const records = readRecords(upper);
+    const records = readRecords(disk, upper);
     if (records.length === 0) break;
     const digest = lowersDigest(current.lowers);
     const next = records.find((record) => record.lowers === digest);
@@ -165,12 +172,12 @@ export function recoverRestack(config: ImageConfig): { config: ImageConfig; warn
       // The stored config is past some of these records: those have served.
       const files = new Set(current.lowers.map((lower) => lower.file));
       const open = records.filter((record) => !files.has(record.sealedPath));
-      if (open.length < records.length) writeRecords(upper, open);
+      if (open.length < records.length) writeRecords(disk, upper, open);
       break;
     }
-    const sealed = rollForward(upper, next);
+    const sealed = rollForward(disk, upper, next);
     if (sealed === undefined) {
-      writeRecords(upper, records.slice(0, records.indexOf(next)));
+      writeRecords(disk, upper, records.slice(0, records.indexOf(next)));
       break;
     }
     warnings.push(`an interrupted restack of ${upper.data} was completed: ${sealed.file} is a lower now`);

@@ -1,7 +1,6 @@
-import { closeSync, constants } from "node:fs";
-import { fileSize, pread } from "../../../ffi/io.ts";
+import type { AenvError } from "../../lib/errors.ts";
+import { type Disk, type DiskFile, readCached } from "./disk.ts";
 import { badRequest, invalidLayer } from "./errors.ts";
-import { openFile } from "./files.ts";
 
 /**
  * Bytes that can be read at any offset: a file, the payload of a tar, the inside of a ZFile. A read behind
@@ -12,24 +11,35 @@ export interface ReadSource extends Disposable {
   readonly name: string;
   readonly sizeBytes: number;
   read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void;
+  /**
+   * Like `read`, but never waits for a disk: false when bytes are not in memory, with arbitrary content in the
+   * target.
+   */
+  tryRead(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): boolean;
+  /** Calls `visit` for what of which open files `read` would take the bytes from. */
+  locate(offsetBytes: number, lengthBytes: number, visit: FileRangeVisitor): void;
   /** The bytes lie as they are in this open file, so that a ring may read them directly. */
   readonly direct?: { readonly fd: number; readonly baseBytes: number };
 }
 
-/** Bytes [base, base + size) of an open file, which is closed with the source. */
+export type FileRangeVisitor = (fd: number, offsetBytes: number, lengthBytes: number, name: string) => void;
+
+/** An open file, which is closed with the source. */
 export class FileSource implements ReadSource {
   readonly name: string;
   readonly sizeBytes: number;
-  readonly direct: { readonly fd: number; readonly baseBytes: number };
+  readonly direct?: { readonly fd: number; readonly baseBytes: number };
+  readonly #file: DiskFile;
   #open = true;
 
-  constructor(name: string, fd: number, baseBytes: number, sizeBytes: number) {
-    this.name = name;
-    this.sizeBytes = sizeBytes;
-    this.direct = { fd, baseBytes };
+  constructor(file: DiskFile) {
+    this.name = file.name;
+    this.#file = file;
+    this.sizeBytes = file.size();
+    if (file.fd !== undefined) this.direct = { fd: file.fd, baseBytes: 0 };
   }
 
-  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+  #check(offsetBytes: number, lengthBytes: number): void {
     if (!this.#open) throw new Error(`${this.name}: read after close`);
     if (offsetBytes < 0 || offsetBytes + lengthBytes > this.sizeBytes) {
       throw invalidLayer(
@@ -38,28 +48,45 @@ export class FileSource implements ReadSource {
         `${lengthBytes} bytes wanted, the data ends at ${this.sizeBytes}`,
       );
     }
-    const { fd, baseBytes } = this.direct;
-    const got = pread(fd, target, targetOffset, lengthBytes, baseBytes + offsetBytes, this.name);
-    if (got !== lengthBytes) {
-      throw invalidLayer(
-        this.name,
-        offsetBytes,
-        `${lengthBytes} bytes wanted, ${got} read: the file became shorter`,
-      );
-    }
+  }
+
+  #shorter(offsetBytes: number, lengthBytes: number, got: number): AenvError {
+    return invalidLayer(
+      this.name,
+      offsetBytes,
+      `${lengthBytes} bytes wanted, ${got} read: the file became shorter`,
+    );
+  }
+
+  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+    this.#check(offsetBytes, lengthBytes);
+    const got = this.#file.read(offsetBytes, target, targetOffset, lengthBytes);
+    if (got !== lengthBytes) throw this.#shorter(offsetBytes, lengthBytes, got);
+  }
+
+  tryRead(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): boolean {
+    this.#check(offsetBytes, lengthBytes);
+    const got = readCached(this.#file, offsetBytes, target, targetOffset, lengthBytes);
+    if (got < 0) return false;
+    if (got !== lengthBytes) throw this.#shorter(offsetBytes, lengthBytes, got);
+    return true;
+  }
+
+  locate(offsetBytes: number, lengthBytes: number, visit: FileRangeVisitor): void {
+    if (this.#file.fd !== undefined) visit(this.#file.fd, offsetBytes, lengthBytes, this.name);
   }
 
   [Symbol.dispose](): void {
     if (!this.#open) return;
     this.#open = false;
-    closeSync(this.direct.fd);
+    this.#file.close();
   }
 }
 
-export function openFileSource(file: string): FileSource {
-  let fd: number;
+export function openFileSource(disk: Disk, file: string): FileSource {
+  let opened: DiskFile;
   try {
-    fd = openFile(file, constants.O_RDONLY);
+    opened = disk.open(file, "read");
   } catch (error) {
     throw badRequest(
       "layer_not_found",
@@ -68,9 +95,9 @@ export function openFileSource(file: string): FileSource {
     );
   }
   try {
-    return new FileSource(file, fd, 0, fileSize(fd, file));
+    return new FileSource(opened);
   } catch (error) {
-    closeSync(fd);
+    opened.close();
     throw error;
   }
 }

@@ -1,16 +1,15 @@
-import { existsSync, statSync } from "node:fs";
 import { dirname } from "node:path";
-import { renameNoReplace } from "../../../ffi/io.ts";
 import { AenvError } from "../../lib/errors.ts";
 import { newId } from "../../lib/ids.ts";
+import { type Disk, hostDisk } from "./disk.ts";
 import { badRequest } from "./errors.ts";
-import { executeRead } from "./execute.ts";
-import { fsyncDirectoriesOf, removeIfPresent } from "./files.ts";
+import { executeRead, locateRead, tryExecuteRead } from "./execute.ts";
 import { checkVirtualSize } from "./layer-writer.ts";
 import { EMPTY_INDEX, type FlatIndex, findFlat, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
 import { BLOCK_SECTORS, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
 import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
-import { createUpperFiles, Upper } from "./lsmt/upper.ts";
+import { Upper } from "./lsmt/upper.ts";
+import { clearBlankUpper, createUpperFiles } from "./lsmt/upper-files.ts";
 import { openLayer } from "./open-layer.ts";
 import {
   lowersDigest,
@@ -24,7 +23,16 @@ import {
   writeRecords,
 } from "./restack.ts";
 import type { ReadSource } from "./source.ts";
-import type { ImageConfig, LayerRef, LayerStack, StackStats, UpperRef } from "./types.ts";
+import { remapTags } from "./swap.ts";
+import type {
+  CompactProgress,
+  ImageConfig,
+  LayerRef,
+  LayerStack,
+  PendingFlush,
+  StackStats,
+  UpperRef,
+} from "./types.ts";
 
 const MAX_LOWERS = 255;
 /** A sparse upper keeps data in whole blocks of the file system. */
@@ -40,27 +48,38 @@ interface Lower {
 }
 
 class Stack implements LayerStack {
-  readonly virtualSizeBytes: number;
+  readonly #disk: Disk;
+  #virtualSizeBytes: number;
   readonly #warnings: string[];
   readonly #lowers: Lower[];
   #base: FlatIndex;
   #upper: Upper | undefined;
   #broken: AenvError | undefined;
   #open = true;
+  /** Reads under way, oldest first, and layers that may be closed when those before them have ended. */
+  readonly #pins = new Set<number>();
+  #nextPin = 0;
+  readonly #retired: { readonly before: number; readonly source: ReadSource }[] = [];
   readonly #plan = new ReadPlan();
 
   constructor(
+    disk: Disk,
     virtualSizeBytes: number,
     lowers: Lower[],
     base: FlatIndex,
     upper: Upper | undefined,
     warnings: readonly string[],
   ) {
-    this.virtualSizeBytes = virtualSizeBytes;
+    this.#disk = disk;
+    this.#virtualSizeBytes = virtualSizeBytes;
     this.#lowers = lowers;
     this.#base = base;
     this.#upper = upper;
     this.#warnings = [...warnings, ...(upper?.warnings ?? [])];
+  }
+
+  get virtualSizeBytes(): number {
+    return this.#virtualSizeBytes;
   }
 
   get readOnly(): boolean {
@@ -107,9 +126,31 @@ class Stack implements LayerStack {
   }
 
   #readSectors(sector: number, target: Uint8Array, sectors: number): void {
-    planRead(this.#upper?.index, this.#lowers.length, this.#base, sector, sectors, this.#plan);
-    executeRead(this.#plan, (layer) => this.#source(layer), target);
+    this.#planSectors(sector, sectors);
+    executeRead(this.#plan, this.#sourceOf, target);
   }
+
+  #planSectors(sector: number, sectors: number): void {
+    planRead(this.#upper?.index, this.#lowers.length, this.#base, sector, sectors, this.#plan);
+  }
+
+  tryRead(offsetBytes: number, target: Uint8Array): boolean {
+    this.#check(offsetBytes, target.byteLength);
+    this.#planSectors(offsetBytes / SECTOR_BYTES, target.byteLength / SECTOR_BYTES);
+    return tryExecuteRead(this.#plan, this.#sourceOf, target);
+  }
+
+  locate(
+    offsetBytes: number,
+    lengthBytes: number,
+    visit: (fd: number, offsetBytes: number, lengthBytes: number, name: string) => void,
+  ): void {
+    this.#check(offsetBytes, lengthBytes);
+    this.#planSectors(offsetBytes / SECTOR_BYTES, lengthBytes / SECTOR_BYTES);
+    locateRead(this.#plan, this.#sourceOf, visit);
+  }
+
+  readonly #sourceOf = (layer: number): ReadSource => this.#source(layer);
 
   #source(layer: number): ReadSource {
     const source = layer === this.#lowers.length ? this.#upper?.source : this.#lowers[layer]?.source;
@@ -196,6 +237,80 @@ class Stack implements LayerStack {
     this.#upper?.flush();
   }
 
+  beginFlush(): PendingFlush | undefined {
+    this.#check(0, 0);
+    return this.#upper?.beginFlush();
+  }
+
+  compactStep(budgetBytes: number): CompactProgress {
+    this.#check(0, 0);
+    if (!(budgetBytes > 0)) throw badRequest("invalid_budget", `compaction budget of ${budgetBytes} bytes`);
+    return this.#upper?.compactStep(budgetBytes) ?? { done: true, movedBytes: 0, flushNeeded: false };
+  }
+
+  pin(): () => void {
+    const upper = this.#upper?.pin();
+    const pin = this.#nextPin++;
+    this.#pins.add(pin);
+    return () => {
+      upper?.();
+      this.#pins.delete(pin);
+      this.#closeRetired();
+    };
+  }
+
+  /** Closes layers that were swapped out, once the reads that may use them have ended. */
+  #closeRetired(): void {
+    const oldest = this.#pins.values().next().value ?? Number.POSITIVE_INFINITY;
+    while (this.#retired.length > 0 && this.#retired[0]!.before <= oldest) {
+      this.#retired.shift()?.source[Symbol.dispose]();
+    }
+  }
+
+  grow(virtualSizeBytes: number): void {
+    this.#check(0, 0);
+    const upper = this.#writable();
+    checkVirtualSize(virtualSizeBytes, SECTOR_BYTES);
+    if (virtualSizeBytes < this.#virtualSizeBytes) {
+      throw badRequest(
+        "invalid_virtual_size",
+        `the disk has ${this.#virtualSizeBytes} bytes and cannot shrink to ${virtualSizeBytes}`,
+      );
+    }
+    if (virtualSizeBytes === this.#virtualSizeBytes) return;
+    upper.grow(virtualSizeBytes);
+    this.#virtualSizeBytes = virtualSizeBytes;
+  }
+
+  swapLowers(swap: {
+    readonly first: number;
+    readonly count: number;
+    readonly merged: LayerRef;
+  }): LayerRef[] {
+    this.#check(0, 0);
+    const { first, count, merged } = swap;
+    if (!(first >= 0 && count >= 1 && first + count <= this.#lowers.length)) {
+      throw badRequest(
+        "invalid_range",
+        `layers ${first}..${first + count - 1} of a stack of ${this.#lowers.length}`,
+      );
+    }
+    const opened = openLayer(this.#disk, merged.file, first);
+    try {
+      const base = remapTags(this.#base, first, count, opened.index);
+      const uuid = opened.blocks.trailer.uuid ?? opened.blocks.header.uuid;
+      if (first + count === this.#lowers.length) this.#upper?.setParent(uuid);
+      const out = this.#lowers.splice(first, count, { ref: merged, source: opened.source, uuid });
+      this.#base = base;
+      this.#retired.push(...out.map((lower) => ({ before: this.#nextPin, source: lower.source })));
+      this.#closeRetired();
+      return out.map((lower) => lower.ref);
+    } catch (error) {
+      opened[Symbol.dispose]();
+      throw error;
+    }
+  }
+
   *mappedExtents(
     layers: "all" | "upper",
   ): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }> {
@@ -265,7 +380,7 @@ class Stack implements LayerStack {
         "merge some of its layers into one first",
       );
     }
-    if (existsSync(sealedPath)) {
+    if (this.#disk.exists(sealedPath)) {
       throw badRequest(
         "layer_exists",
         `${sealedPath} exists`,
@@ -273,8 +388,8 @@ class Stack implements LayerStack {
       );
     }
     const directory = dirname(sealedPath);
-    if (!existsSync(directory)) throw badRequest("directory_missing", `${directory} does not exist`);
-    if (statSync(directory).dev !== statSync(dirname(old.data)).dev) {
+    if (!this.#disk.exists(directory)) throw badRequest("directory_missing", `${directory} does not exist`);
+    if (this.#disk.deviceOf(directory) !== this.#disk.deviceOf(dirname(old.data))) {
       throw badRequest(
         "cross_device",
         `${sealedPath} is on another file system than ${old.data}`,
@@ -308,12 +423,12 @@ class Stack implements LayerStack {
     ]) {
       if (file === undefined) continue;
       // A `.fresh` file is what an earlier attempt left; anything else is somebody's.
-      if (file !== final) removeIfPresent(file);
-      else if (existsSync(file)) {
+      if (file !== final) this.#disk.removeIfPresent(file);
+      else if (this.#disk.exists(file)) {
         throw badRequest("upper_exists", `fresh upper ${file} exists`, "choose paths that are free");
       }
     }
-    const records = readRecords(old);
+    const records = readRecords(this.#disk, old);
     const record: RestackRecord = {
       lowers: lowersDigest(this.#lowers.map((lower) => lower.ref)),
       sealedPath,
@@ -322,10 +437,10 @@ class Stack implements LayerStack {
       freshUuid: newId(),
     };
     using undo = new DisposableStack();
-    undo.defer(() => writeRecords(old, records));
-    writeRecords(old, [...records, record]);
-    undo.defer(() => removeFresh(fresh, old));
-    createUpperFiles(waiting, {
+    undo.defer(() => writeRecords(this.#disk, old, records));
+    writeRecords(this.#disk, old, [...records, record]);
+    undo.defer(() => removeFresh(this.#disk, fresh, old));
+    createUpperFiles(this.#disk, waiting, {
       virtualSizeBytes: this.virtualSizeBytes,
       parentUuid: uuid,
       uuid: record.freshUuid,
@@ -334,8 +449,8 @@ class Stack implements LayerStack {
     // From here on the way back is only a rename away until the fresh files replace the old index.
     let next: Upper;
     try {
-      placeFresh(fresh, old);
-      next = new Upper(fresh, { readOnly: false });
+      placeFresh(this.#disk, fresh, old);
+      next = new Upper(this.#disk, fresh, { readOnly: false });
     } catch (error) {
       undo.move();
       throw this.#terminal(sealedPath, error);
@@ -350,8 +465,8 @@ class Stack implements LayerStack {
     const sealed = this.#publishSealed(upper, sealedPath, undo);
     undo.move();
     const ref = this.#adopt(upper, sealed, sealedPath, uuid, undefined);
-    if (old.index !== undefined) removeIfPresent(old.index);
-    removeIfPresent(recordPath(old));
+    if (old.index !== undefined) this.#disk.removeIfPresent(old.index);
+    this.#disk.removeIfPresent(recordPath(old));
     return ref;
   }
 
@@ -364,9 +479,9 @@ class Stack implements LayerStack {
     const sealed = upper.sealInPlace();
     undo.defer(sealed.undo);
     const size = upper.fileSizeBytes();
-    renameNoReplace(upper.ref.data, sealedPath);
-    undo.defer(() => renameNoReplace(sealedPath, upper.ref.data));
-    fsyncDirectoriesOf(sealedPath, upper.ref.data);
+    this.#disk.renameNoReplace(upper.ref.data, sealedPath);
+    undo.defer(() => this.#disk.renameNoReplace(sealedPath, upper.ref.data));
+    this.#disk.syncDirectoriesOf(sealedPath, upper.ref.data);
     return { index: sealed.index, size };
   }
 
@@ -401,6 +516,8 @@ class Stack implements LayerStack {
       upperDataBytes: this.#upper?.dataBytes ?? 0,
       upperLiveBytes: (this.#upper?.index.dataSectors ?? 0) * SECTOR_BYTES,
       lowerCount: this.#lowers.length,
+      upperIndexBytes: this.#upper?.indexBytes ?? 0,
+      compactionDue: this.#upper?.compactionDue ?? false,
       upperMappings: this.#upper?.index.count ?? 0,
       lowerMappings: this.#base.count,
       warnings: this.#warnings,
@@ -410,13 +527,16 @@ class Stack implements LayerStack {
   [Symbol.dispose](): void {
     if (!this.#open) return;
     this.#open = false;
-    for (const lower of this.#lowers) lower.source[Symbol.dispose]();
+    for (const lower of [...this.#retired, ...this.#lowers]) lower.source[Symbol.dispose]();
     this.#upper?.[Symbol.dispose]();
   }
 }
 
 /** Opens the lowers: sources, sizes and one merged index whose tags are positions in the list. */
-export function openLowers(refs: readonly LayerRef[]): {
+export function openLowers(
+  disk: Disk,
+  refs: readonly LayerRef[],
+): {
   lowers: Lower[];
   base: FlatIndex;
   inheritedSizeBytes: number;
@@ -437,7 +557,7 @@ export function openLowers(refs: readonly LayerRef[]): {
   let topUuid: string | undefined;
   let bottomParentUuid: string | undefined;
   for (const [number, ref] of refs.entries()) {
-    const layer = openLayer(ref.file, number);
+    const layer = openLayer(disk, ref.file, number);
     cleanup.use(layer.source);
     const { header, trailer } = layer.blocks;
     const uuid = trailer.uuid ?? header.uuid;
@@ -460,11 +580,11 @@ export function openLowers(refs: readonly LayerRef[]): {
 }
 
 /** See OverlaybdRoom.openStack. */
-export function openStack(given: ImageConfig): LayerStack {
+export function openStack(given: ImageConfig, disk: Disk = hostDisk): LayerStack {
   if (given.virtualSizeBytes !== undefined) checkVirtualSize(given.virtualSizeBytes, SECTOR_BYTES);
-  const { config, warnings } = recoverRestack(given);
+  const { config, warnings } = recoverRestack(disk, given);
   using cleanup = new DisposableStack();
-  const opened = cleanup.use(openLowers(config.lowers));
+  const opened = cleanup.use(openLowers(disk, config.lowers));
   const wanted = config.virtualSizeBytes ?? opened.inheritedSizeBytes;
   const noSize = () =>
     badRequest(
@@ -474,15 +594,17 @@ export function openStack(given: ImageConfig): LayerStack {
     );
   let upper: Upper | undefined;
   if (config.upper !== undefined) {
-    if (!existsSync(config.upper.data)) {
+    const blank = clearBlankUpper(disk, config.upper);
+    if (blank !== undefined) warnings.push(blank);
+    if (!disk.exists(config.upper.data)) {
       if (wanted === 0) throw noSize();
-      createUpperFiles(config.upper, {
+      createUpperFiles(disk, config.upper, {
         virtualSizeBytes: wanted,
         parentUuid: opened.topUuid,
         durability: "unsynced",
       });
     }
-    upper = cleanup.use(new Upper(config.upper, { readOnly: false, inheritedSizeBytes: wanted }));
+    upper = cleanup.use(new Upper(disk, config.upper, { readOnly: false, inheritedSizeBytes: wanted }));
   }
   const size = upper === undefined || upper.virtualSizeBytes === 0 ? wanted : upper.virtualSizeBytes;
   if (size === 0) throw noSize();
@@ -501,17 +623,17 @@ export function openStack(given: ImageConfig): LayerStack {
       `upper ${upper.ref.data} was made over layer ${upper.parentUuid}, the topmost lower is ${opened.topUuid}`,
     );
   }
-  const stack = new Stack(size, opened.lowers, opened.base, upper, warnings);
+  const stack = new Stack(disk, size, opened.lowers, opened.base, upper, warnings);
   cleanup.move();
   return stack;
 }
 
 /** See OverlaybdRoom.createUpper. */
-export function createUpper(upper: UpperRef, virtualSizeBytes: number): void {
+export function createUpper(upper: UpperRef, virtualSizeBytes: number, disk: Disk = hostDisk): void {
   checkVirtualSize(virtualSizeBytes, 0);
   if (upper.mode === "sparse" && virtualSizeBytes === 0) {
     throw badRequest("invalid_virtual_size", "a sparse upper needs its size when it is created");
   }
-  createUpperFiles(upper, { virtualSizeBytes });
-  removeIfPresent(recordPath(upper));
+  createUpperFiles(disk, upper, { virtualSizeBytes });
+  disk.removeIfPresent(recordPath(upper));
 }

@@ -1,5 +1,5 @@
 import { badRequest, invalidLayer } from "./errors.ts";
-import { type ReadSource, readUpTo } from "./source.ts";
+import { type FileRangeVisitor, type ReadSource, readUpTo } from "./source.ts";
 
 /**
  * Tar wrapping of a layer: [pax header, its record block,] file header, payload, zeros. Only the first 512
@@ -105,7 +105,7 @@ export class TarSource implements ReadSource {
     }
   }
 
-  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+  #check(offsetBytes: number, lengthBytes: number): void {
     if (offsetBytes < 0 || offsetBytes + lengthBytes > this.sizeBytes) {
       throw invalidLayer(
         this.name,
@@ -113,7 +113,20 @@ export class TarSource implements ReadSource {
         `${lengthBytes} bytes wanted, the payload ends at ${this.sizeBytes}`,
       );
     }
+  }
+
+  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+    this.#check(offsetBytes, lengthBytes);
     this.#source.read(this.#base + offsetBytes, target, targetOffset, lengthBytes);
+  }
+
+  tryRead(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): boolean {
+    this.#check(offsetBytes, lengthBytes);
+    return this.#source.tryRead(this.#base + offsetBytes, target, targetOffset, lengthBytes);
+  }
+
+  locate(offsetBytes: number, lengthBytes: number, visit: FileRangeVisitor): void {
+    this.#source.locate(this.#base + offsetBytes, lengthBytes, visit);
   }
 
   [Symbol.dispose](): void {

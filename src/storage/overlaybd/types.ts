@@ -47,6 +47,17 @@ export interface LayerStack extends Disposable {
   readonly image: ImageConfig;
   /** Fills `target` from `offsetBytes`. Holes and zeroed ranges read as zeros. */
   read(offsetBytes: number, target: Uint8Array): void;
+  /** Like `read`, but never waits for a disk: false when it would, with arbitrary content in `target`. */
+  tryRead(offsetBytes: number, target: Uint8Array): boolean;
+  /**
+   * Tells which parts of which open files the bytes lie in (compressed layers: are made from). With these in
+   * the page cache, `tryRead` succeeds. Descriptors are valid until the next call that changes the stack.
+   */
+  locate(
+    offsetBytes: number,
+    lengthBytes: number,
+    visit: (fd: number, offsetBytes: number, lengthBytes: number, name: string) => void,
+  ): void;
   write(offsetBytes: number, source: Uint8Array): void;
   /** The range reads as zeros afterwards, also over data of lower layers. */
   discard(offsetBytes: number, lengthBytes: number): void;
@@ -65,12 +76,70 @@ export interface LayerStack extends Disposable {
   restack(sealedPath: string, freshUpper: UpperRef): LayerRef;
   /** Seals the upper in place, without a fresh one: the stack is read-only afterwards. */
   seal(sealedPath: string): LayerRef;
+  /**
+   * One bounded step of taking back space that the upper holds without need; to be called between requests,
+   * again and again until `done`, e.g. whenever `stats().compactionDue`. Costs at most about `budgetBytes` of
+   * copying. Every state in between is an ordinary one, for crashes as for other readers. After `done` the
+   * upper's files take at most twice what is mapped in them, plus 4 MiB. A hybrid upper's pieces that are
+   * written in place (see Upper.reserve) must not be in flight.
+   */
+  compactStep(budgetBytes: number): CompactProgress;
+  /**
+   * A flush in steps, for callers that sync elsewhere than on this thread; undefined when there is nothing to
+   * do. Other calls may come in between, but no second flush, seal or restack.
+   */
+  beginFlush(): PendingFlush | undefined;
+  /**
+   * A read under way while other calls are made (a ring): what it was planned to read stays there until the
+   * returned function is called.
+   */
+  pin(): () => void;
+  /** Makes the disk bigger: upper and stack, durable when it returns. Shrinking is refused. */
+  grow(virtualSizeBytes: number): void;
+  /**
+   * Puts `merged`, made of the `count` lowers from `first` on (0 = bottom) by `mergeLayers` or a `MergeJob`, in
+   * their place, between two requests. Returns the layers it stands for. Their files must stay until the
+   * new `image` has been stored; until then the old one still opens.
+   */
+  swapLowers(swap: { readonly first: number; readonly count: number; readonly merged: LayerRef }): LayerRef[];
   stats(): StackStats;
 }
 
+export interface CompactProgress {
+  /** Nothing is left to do now. */
+  readonly done: boolean;
+  /** Bytes of data that were copied. */
+  readonly movedBytes: number;
+  /** The next step needs a flush before it: by `flush`, `beginFlush`, or the guest's own. */
+  readonly flushNeeded: boolean;
+}
+
+/**
+ * A flush in steps: fdatasync all of `first`, call `afterFirst` and fdatasync what it returns, then `done`. If any
+ * of it fails, `failed` instead: then there is no flush until the stack is opened again, because the kernel may
+ * have dropped what it could not write.
+ */
+export interface PendingFlush {
+  readonly first: readonly SyncTarget[];
+  afterFirst(): readonly SyncTarget[];
+  done(): void;
+  failed(error: unknown): void;
+}
+
+export interface SyncTarget {
+  readonly name: string;
+  /** Absent for files that are not the host's. */
+  readonly fd?: number;
+  datasync(): void;
+}
+
 export interface StackStats {
+  /** Space that the upper's data takes, garbage included, and what of it is mapped. */
   readonly upperDataBytes: number;
   readonly upperLiveBytes: number;
+  readonly upperIndexBytes: number;
+  /** `compactStep` would find something to do. */
+  readonly compactionDue: boolean;
   readonly lowerCount: number;
   /** Mappings in memory: of the upper, and of all lowers merged. */
   readonly upperMappings: number;

@@ -2,6 +2,7 @@ import { afterAll, describe, expect, test } from "bun:test";
 import { copyFileSync, cpSync, mkdtempSync, readFileSync, rmSync, truncateSync } from "node:fs";
 import { join } from "node:path";
 import { AenvError } from "../../lib/errors.ts";
+import { hostDisk } from "./disk.ts";
 import { inspectLayer, openStack } from "./index.ts";
 import { openUnwrapped } from "./open-layer.ts";
 import type { LayerStack } from "./types.ts";
@@ -109,7 +110,7 @@ describe("ZFiles", () => {
   for (const [name, entry] of Object.entries(manifest.files)) {
     if (entry.uncompressed_sha256 === undefined) continue;
     test(name, () => {
-      const { source } = openUnwrapped(join(DIR, name));
+      const { source } = openUnwrapped(hostDisk, join(DIR, name));
       using _ = source;
       expect(source.sizeBytes).toBe(entry.uncompressed_size!);
       const bytes = new Uint8Array(source.sizeBytes);

@@ -57,6 +57,8 @@ export class ChunkedIndex {
   count = 0;
   /** Sum of the lengths of data mappings, in sectors. */
   dataSectors = 0;
+  /** Told of every range of the data file that loses its mapping. */
+  onUnmap: ((moffset: number, length: number) => void) | undefined;
   readonly #pool = new LeafPool();
   #leaves: Leaf[] = [];
   #firsts: number[] = [];
@@ -148,7 +150,7 @@ export class ChunkedIndex {
       const oldWord = leaf.lengths[at]!;
       const oldEnd = start + (oldWord & LENGTH_MASK);
       const oldZeroed = oldWord & ZEROED;
-      if (!oldZeroed) this.dataSectors -= Math.min(oldEnd, end) - offset;
+      if (!oldZeroed) this.#lose(leaf.moffsets[at]! + (offset - start), Math.min(oldEnd, end) - offset);
       leaf.lengths[at] = (offset - start) | oldZeroed;
       if (oldEnd > end) {
         const oldMoffset = leaf.moffsets[at]!;
@@ -177,7 +179,7 @@ export class ChunkedIndex {
       if (current === undefined) break;
       let stop = scanAt;
       while (stop < current.count && current.offsets[stop]! + (current.lengths[stop]! & LENGTH_MASK) <= end) {
-        if (current.lengths[stop]! < ZEROED) this.dataSectors -= current.lengths[stop]!;
+        if (current.lengths[stop]! < ZEROED) this.#lose(current.moffsets[stop]!, current.lengths[stop]!);
         stop++;
       }
       if (stop > scanAt && reused === undefined) {
@@ -213,6 +215,11 @@ export class ChunkedIndex {
     this.#insert(leafNumber, at, offset, word, moffset);
   }
 
+  #lose(moffset: number, length: number): void {
+    this.dataSectors -= length;
+    this.onUnmap?.(moffset, length);
+  }
+
   #cutHead(leaf: Leaf, leafNumber: number, at: number, end: number): void {
     const start = leaf.offsets[at]!;
     if (start >= end) return;
@@ -221,8 +228,9 @@ export class ChunkedIndex {
     leaf.offsets[at] = end;
     leaf.lengths[at] = word - cut;
     if (word < ZEROED) {
-      leaf.moffsets[at] = leaf.moffsets[at]! + cut;
-      this.dataSectors -= cut;
+      const moffset = leaf.moffsets[at]!;
+      leaf.moffsets[at] = moffset + cut;
+      this.#lose(moffset, cut);
     }
     if (at === 0) this.#firsts[leafNumber] = end;
   }
@@ -314,6 +322,32 @@ export class ChunkedIndex {
     this.count++;
     if (entry === 0) this.#firsts[number] = offset;
     this.#join(leaf, entry);
+  }
+
+  /**
+   * Calls `visit` for up to `limit` whole mappings from the first that ends behind `sector` on, in order.
+   * Returns where to go on, undefined at the end. `visit` must not change the index.
+   */
+  scan(
+    sector: number,
+    limit: number,
+    visit: (offset: number, length: number, moffset: number, zeroed: boolean) => void,
+  ): number | undefined {
+    let leafNumber = this.#findLeaf(sector);
+    let leaf = this.#leaves[leafNumber];
+    if (leaf === undefined) return undefined;
+    let at = this.#findEntry(leaf, sector);
+    for (let left = limit; ; left--) {
+      if (at === leaf.count) {
+        leaf = this.#leaves[++leafNumber];
+        if (leaf === undefined) return undefined;
+        at = 0;
+      }
+      if (left === 0) return leaf.offsets[at]!;
+      const word = leaf.lengths[at]!;
+      visit(leaf.offsets[at]!, word & LENGTH_MASK, leaf.moffsets[at]!, word >= ZEROED);
+      at++;
+    }
   }
 
   /** A copy as a read-only index whose mappings all point into layer `layer`. */

@@ -69,8 +69,16 @@ export function readLayerBlocks(source: ReadSource): LayerBlocks {
   return { header, trailer };
 }
 
-/** Reads and checks the index of a finished layer; every mapping gets `layer` as its tag. */
-export function readLayerIndex(source: ReadSource, trailer: LsmtBlock, layer: number): FlatIndex {
+/**
+ * Reads and checks the index of a finished layer; every mapping gets `layer` as its tag. `padding: "refused"`
+ * is for an index that must not have any, so that what was never written back is noticed.
+ */
+export function readLayerIndex(
+  source: ReadSource,
+  trailer: LsmtBlock,
+  layer: number,
+  options: { readonly padding: "skipped" | "refused" } = { padding: "skipped" },
+): FlatIndex {
   const { name } = source;
   const { indexOffsetBytes, indexSize } = trailer;
   const dataEnd = indexOffsetBytes / SECTOR_BYTES;
@@ -83,7 +91,10 @@ export function readLayerIndex(source: ReadSource, trailer: LsmtBlock, layer: nu
     source.read(indexOffsetBytes + done * MAPPING_BYTES, bytes, 0, batch * MAPPING_BYTES);
     for (let i = 0; i < batch; i++) {
       const at = i * 4;
-      if (mappingIsPadding(words, at)) continue;
+      if (mappingIsPadding(words, at)) {
+        if (options.padding === "skipped") continue;
+        throw invalidLayer(name, indexOffsetBytes + (done + i) * MAPPING_BYTES, "a mapping is missing");
+      }
       const offset = mappingOffset(words, at);
       const length = mappingLength(words, at);
       const moffset = mappingTarget(words, at);

@@ -1,30 +1,17 @@
-import { closeSync, constants, existsSync } from "node:fs";
-import {
-  fdatasync,
-  fileSize,
-  fsync,
-  lockFile,
-  pread,
-  punchHole,
-  pwrite,
-  seekData,
-  seekHole,
-  truncate,
-} from "../../../../ffi/io.ts";
 import { AenvError } from "../../../lib/errors.ts";
-import { newId } from "../../../lib/ids.ts";
+import { type Disk, type DiskFile, readBytes, readCached, replaceFile } from "../disk.ts";
 import { badRequest, invalidLayer } from "../errors.ts";
-import { appendToFile, fsyncDirectoriesOf, openFile, replaceFile } from "../files.ts";
 import type { ReadSource } from "../source.ts";
-import type { UpperMode, UpperRef } from "../types.ts";
+import type { CompactProgress, PendingFlush, UpperMode, UpperRef } from "../types.ts";
 import { ChunkedIndex } from "./chunked-index.ts";
-import { type FlatIndex, ZEROED_TAG } from "./flat-index.ts";
+import { Compactor } from "./compactor.ts";
+import { isMarkedIndexHeader } from "./epochs.ts";
+import { EMPTY_INDEX, type FlatIndex, ZEROED_TAG } from "./flat-index.ts";
 import {
   BLOCK_BYTES,
   BLOCK_SECTORS,
   decodeBlock,
   encodeBlock,
-  encodeMapping,
   FLAG_DATA,
   FLAG_HEADER,
   FLAG_HYBRID,
@@ -42,130 +29,15 @@ import {
   mappingZeroed,
   SECTOR_BYTES,
 } from "./format.ts";
+import { IndexLog, indexHeaderBlock, writeIndexFile } from "./index-log.ts";
 import { readLayerIndex } from "./layer.ts";
+import { SegmentTable } from "./segments.ts";
+import { compactionPath, indexPathOf, isBlank } from "./upper-files.ts";
 import { encodeIndex } from "./writer.ts";
 
 /** Longest piece of a write that gets one mapping (4 MiB). */
 const WRITE_SECTORS = 8192;
 const REPLAY_MAPPINGS = 1 << 16;
-
-const MODE_FLAGS: Readonly<Record<UpperMode, number>> = {
-  logStructured: 0,
-  sparse: FLAG_SPARSE,
-  hybridLogStructured: FLAG_HYBRID,
-};
-
-export interface CreateUpperOptions {
-  /** 0: inherit when stacked. */
-  readonly virtualSizeBytes: number;
-  readonly parentUuid?: string | undefined;
-  /** Absent: a new one. */
-  readonly uuid?: string | undefined;
-  /**
-   * `unsynced`: the files are there for every process, but not yet for the next boot; the first `flush` of the
-   * Upper sees to that. Saves the fresh upper of a starting sandbox several syncs.
-   */
-  readonly durability?: "synced" | "unsynced";
-}
-
-function indexPathOf(upper: UpperRef): string {
-  if (upper.index === undefined) {
-    throw badRequest(
-      "invalid_upper",
-      `upper ${upper.data}: an index path is needed unless the mode is sparse`,
-    );
-  }
-  return upper.index;
-}
-
-/**
- * Creates an empty upper. A crash leaves nothing, or an index file without a data file, which the next
- * creation replaces.
- */
-export function createUpperFiles(upper: UpperRef, options: CreateUpperOptions): void {
-  const mode = upper.mode ?? "logStructured";
-  const uuid = options.uuid ?? newId();
-  const identity = {
-    uuid,
-    parentUuid: options.parentUuid,
-    virtualSizeBytes: options.virtualSizeBytes,
-    indexSize: 0,
-  };
-  if (existsSync(upper.data)) {
-    throw badRequest("upper_exists", `upper ${upper.data} exists`, "open it, or choose another path");
-  }
-  const publish = (target: string, block: Uint8Array, sizeBytes: number) => {
-    replaceFile(
-      target,
-      (fd, temporary) => {
-        if (sizeBytes > 0) truncate(fd, sizeBytes, temporary);
-        pwrite(fd, block, 0, block.byteLength, 0, temporary);
-        if (
-          mode === "sparse" &&
-          sizeBytes > BLOCK_BYTES &&
-          seekData(fd, BLOCK_BYTES, temporary) !== undefined
-        ) {
-          throw badRequest(
-            "no_sparse_files",
-            `upper ${target}: this file system does not keep holes, which the sparse mode needs`,
-            "use the mode logStructured",
-          );
-        }
-      },
-      options.durability,
-    );
-  };
-  const flags = MODE_FLAGS[mode];
-  if (mode !== "sparse") {
-    const index = indexPathOf(upper);
-    if (existsSync(index) && hasMappings(index)) {
-      throw badRequest(
-        "upper_data_missing",
-        `upper ${upper.data} is missing but its index ${index} has mappings`,
-        "use the layer it was sealed as, restore the data file, or remove the index to start empty",
-      );
-    }
-    const hybrid = flags & FLAG_HYBRID;
-    publish(
-      index,
-      encodeBlock({ ...identity, flags: FLAG_HEADER | hybrid, indexOffsetBytes: BLOCK_BYTES }),
-      0,
-    );
-  }
-  publish(
-    upper.data,
-    encodeBlock({ ...identity, flags: FLAG_HEADER | FLAG_DATA | flags, indexOffsetBytes: 0 }),
-    mode === "sparse" ? BLOCK_BYTES + options.virtualSizeBytes : 0,
-  );
-  if (options.durability !== "unsynced") {
-    fsyncDirectoriesOf(upper.data, ...(mode === "sparse" ? [] : [indexPathOf(upper)]));
-  }
-}
-
-function hasMappings(indexFile: string): boolean {
-  const fd = openFile(indexFile, constants.O_RDONLY);
-  try {
-    return fileSize(fd, indexFile) >= BLOCK_BYTES + MAPPING_BYTES;
-  } finally {
-    closeSync(fd);
-  }
-}
-
-/** Header of a data file, without opening it as an upper; undefined when there is no file. */
-export function readDataHeader(file: string): LsmtBlock | undefined {
-  if (!existsSync(file)) return undefined;
-  const fd = openFile(file, constants.O_RDONLY);
-  try {
-    return decodeBlock(readBlock(fd, 0, file), file, 0, "header");
-  } finally {
-    closeSync(fd);
-  }
-}
-
-function readBlock(fd: number, offset: number, file: string): Uint8Array {
-  const bytes = new Uint8Array(new ArrayBuffer(BLOCK_BYTES));
-  return bytes.subarray(0, pread(fd, bytes, 0, BLOCK_BYTES, offset, file));
-}
 
 export interface OpenUpperOptions {
   /** Nothing is changed on disk: a damaged tail is skipped, not cut off. */
@@ -174,9 +46,23 @@ export interface OpenUpperOptions {
   readonly inheritedSizeBytes?: number | undefined;
 }
 
+/** A part of a write: `length` sectors of the disk from `offset`, kept at sector `moffset` of the data file. */
+export interface WritePiece {
+  readonly offset: number;
+  readonly length: number;
+  readonly moffset: number;
+  /** The place is mapped already (a hybrid upper writes there in place): nothing is left to do behind it. */
+  readonly inPlace: boolean;
+}
+
 /**
  * A writable layer. `write` and `discard` have put data and mapping into the files when they return, `flush`
- * makes them safe against power loss, data before index. One owner: the data file is locked.
+ * makes them safe against power loss (see epochs.ts for what happens without). One owner: the data file is
+ * locked.
+ *
+ * `write` in steps, for callers that move the bytes themselves: `reserve` a place, write there, then `map` each
+ * piece (or `release` it when writing failed). Pieces may be in flight in any number; the order of `map` calls
+ * decides which of two overlapping writes wins.
  */
 export class Upper implements Disposable {
   readonly ref: UpperRef;
@@ -186,43 +72,52 @@ export class Upper implements Disposable {
   readonly source: ReadSource;
   /** What was noticed and repaired when it was opened. */
   readonly warnings: string[] = [];
-  readonly #dataFd: number;
-  readonly #indexFd: number | undefined;
+  readonly #disk: Disk;
+  readonly #data: DiskFile;
   readonly #readOnly: boolean;
+  #log: IndexLog | undefined;
+  /** The index header carries the mark of epochs.ts. */
+  #marked = false;
   #header: LsmtBlock;
   #indexHeader: LsmtBlock | undefined;
-  #dataEnd = 0;
-  #indexEnd = 0;
-  #dataDirty = false;
-  #indexDirty = false;
-  /** Whoever created the files may not have synced them, nor their names: the first flush does. */
-  #unsynced = true;
+  #segments: SegmentTable;
+  readonly #compactor: Compactor | undefined;
+  /**
+   * What an earlier process wrote, or whoever created the files, may be in the page cache only, and so may
+   * their names: the first flush syncs everything.
+   */
+  #dataDirty = true;
+  #namesDirty = true;
+  #flushing: PendingFlush | undefined;
+  #flushFailure: unknown;
+  /** Reads under way, oldest first, and what may be written over only when those before it have ended. */
+  readonly #pins = new Set<number>();
+  #nextPin = 0;
+  #quarantine: { readonly before: number; readonly run: () => void }[] = [];
   #open = true;
   #dataHandedOver = false;
-  readonly #entry = new Uint8Array(new ArrayBuffer(MAPPING_BYTES));
-  readonly #entryWords = new Uint32Array(this.#entry.buffer);
 
-  constructor(ref: UpperRef, options: OpenUpperOptions) {
+  constructor(disk: Disk, ref: UpperRef, options: OpenUpperOptions) {
     this.ref = ref;
+    this.#disk = disk;
     this.#readOnly = options.readOnly;
     using cleanup = new DisposableStack();
-    const flags = options.readOnly ? constants.O_RDONLY : constants.O_RDWR;
-    const open = (file: string): number => {
-      let fd: number;
+    const open = (name: string): DiskFile => {
+      let file: DiskFile;
       try {
-        fd = openFile(file, flags);
+        file = disk.open(name, options.readOnly ? "read" : "write");
       } catch (error) {
         throw badRequest(
           "upper_not_found",
-          `cannot open upper ${file}: ${error instanceof Error ? error.message : String(error)}`,
+          `cannot open upper ${name}: ${error instanceof Error ? error.message : String(error)}`,
         );
       }
-      cleanup.defer(() => closeSync(fd));
-      return fd;
+      return file;
     };
-    const dataFd = open(ref.data);
-    this.#dataFd = dataFd;
-    if (!lockFile(dataFd, options.readOnly ? "shared" : "exclusive", ref.data)) {
+    const data = open(ref.data);
+    cleanup.defer(() => data.close());
+    this.#data = data;
+    if (!data.lock(options.readOnly ? "shared" : "exclusive")) {
       throw new AenvError({
         code: "upper_in_use",
         status: 409,
@@ -232,28 +127,46 @@ export class Upper implements Disposable {
     }
     this.#header = this.#readDataHeader();
     this.mode = this.#modeOf(this.#header);
-    this.#indexFd = this.mode === "sparse" ? undefined : this.#openIndex(open);
+    this.#segments = new SegmentTable(Math.ceil(data.size() / SECTOR_BYTES));
     const self = this;
     this.source = {
       name: ref.data,
       get sizeBytes() {
-        return self.#dataEnd;
+        return self.#segments.fileEnd * SECTOR_BYTES;
       },
       read: (offsetBytes, target, targetOffset, lengthBytes) => {
-        const got = pread(dataFd, target, targetOffset, lengthBytes, offsetBytes, ref.data);
+        const got = data.read(offsetBytes, target, targetOffset, lengthBytes);
         if (got === lengthBytes) return;
         // The sparse file's last block may lie behind its end: what was never written are zeros there.
         if (this.mode === "sparse") target.fill(0, targetOffset + got, targetOffset + lengthBytes);
         else throw invalidLayer(ref.data, offsetBytes, `${lengthBytes} bytes wanted, ${got} read`);
       },
-      direct: { fd: dataFd, baseBytes: 0 },
-      [Symbol.dispose]: () => closeSync(dataFd),
+      tryRead: (offsetBytes, target, targetOffset, lengthBytes) => {
+        const got = readCached(data, offsetBytes, target, targetOffset, lengthBytes);
+        if (got < 0) return false;
+        if (got === lengthBytes) return true;
+        if (this.mode !== "sparse")
+          throw invalidLayer(ref.data, offsetBytes, `${lengthBytes} bytes wanted, ${got} read`);
+        target.fill(0, targetOffset + got, targetOffset + lengthBytes);
+        return true;
+      },
+      locate: (offsetBytes, lengthBytes, visit) => {
+        if (data.fd !== undefined) visit(data.fd, offsetBytes, lengthBytes, ref.data);
+      },
+      ...(data.fd === undefined ? {} : { direct: { fd: data.fd, baseBytes: 0 } }),
+      [Symbol.dispose]: () => data.close(),
     };
-    this.#dataEnd = fileSize(dataFd, ref.data);
-    this.#unseal();
-    if (this.#indexFd !== undefined) this.#replay(this.#indexFd);
+    if (this.mode === "sparse") {
+      if (this.#unseal() && !this.#readOnly) this.#cutTrailer();
+    } else {
+      this.#openIndex(open);
+      cleanup.defer(() => this.#log?.file.close());
+      if (!options.readOnly) disk.removeIfPresent(compactionPath(indexPathOf(ref)));
+    }
     this.#inheritSize(options.inheritedSizeBytes);
     if (this.mode === "sparse") this.#scanExtents();
+    else this.#countSegments();
+    if (this.mode !== "sparse" && !options.readOnly) this.#compactor = this.#makeCompactor();
     cleanup.move();
   }
 
@@ -270,15 +183,20 @@ export class Upper implements Disposable {
     return (this.#indexHeader?.virtualSizeBytes || undefined) ?? this.#header.virtualSizeBytes;
   }
 
-  /** Bytes of payload in the data file, garbage included. */
+  /** Bytes of payload that take space in the data file, garbage included. */
   get dataBytes(): number {
     if (this.mode === "sparse") return this.index.dataSectors * SECTOR_BYTES;
-    return Math.max(0, this.#dataEnd - BLOCK_BYTES);
+    return this.#segments.hostSectors * SECTOR_BYTES;
+  }
+
+  /** Bytes of the index file. */
+  get indexBytes(): number {
+    return this.#log === undefined ? 0 : this.#log.endBytes;
   }
 
   #readDataHeader(): LsmtBlock {
     const file = this.ref.data;
-    const header = decodeBlock(readBlock(this.#dataFd, 0, file), file, 0, "header");
+    const header = decodeBlock(readBytes(this.#data, 0, BLOCK_BYTES), file, 0, "header");
     if ((header.flags & FLAG_HEADER) === 0) throw invalidLayer(file, 28, "header is marked as a trailer");
     if ((header.flags & FLAG_DATA) === 0) throw invalidLayer(file, 28, "header is that of an index file");
     if ((header.flags & FLAG_SEALED) !== 0) {
@@ -296,19 +214,45 @@ export class Upper implements Disposable {
     return special === FLAG_HYBRID ? "hybridLogStructured" : "logStructured";
   }
 
-  #openIndex(open: (file: string) => number): number {
-    const file = indexPathOf(this.ref);
-    if (!existsSync(file)) {
-      // Sealed data needs no index, and empty data needs no more than a new one.
-      const sealed = this.#readTrailer() !== undefined;
-      if (this.#readOnly || (!sealed && fileSize(this.#dataFd, this.ref.data) > BLOCK_BYTES)) {
-        throw badRequest("upper_index_missing", `upper ${this.ref.data}: its index ${file} is missing`);
+  /** Opens, judges and replays the index file; makes it again where that loses nothing. */
+  #openIndex(open: (name: string) => DiskFile): void {
+    const name = indexPathOf(this.ref);
+    const sealed = this.#unseal();
+    if (!this.#disk.exists(name)) this.#restoreIndex(name, sealed);
+    let file = open(name);
+    try {
+      let block = readBytes(file, 0, BLOCK_BYTES);
+      if (isBlank(block) && !this.#readOnly) {
+        // A flush makes the header durable before any mapping.
+        file.close();
+        writeIndexFile(this.#disk, name, this.#header, EMPTY_INDEX);
+        this.warnings.push(
+          `the index file ${name} was lost with power before its first flush: it starts empty`,
+        );
+        file = open(name);
+        block = readBytes(file, 0, BLOCK_BYTES);
       }
-      this.#writeIndexFile(file);
-      this.warnings.push(`the index file ${file} was missing and has been made again`);
+      this.#indexHeader = this.#checkIndexHeader(name, block);
+      this.#marked = isMarkedIndexHeader(block);
+      const readOnly = this.#readOnly;
+      const { log, dropped } = IndexLog.open(this.#disk, file, { marked: this.#marked, readOnly });
+      if (dropped > 0) {
+        this.warnings.push(
+          `${dropped} entries of ${name} from byte ${log.endBytes} on were never flushed before the host went ` +
+            "down and were dropped: the disk is as of the last flush",
+        );
+      }
+      this.#log = log;
+      this.#replay(log);
+    } catch (error) {
+      file.close();
+      throw error;
     }
-    const fd = open(file);
-    const header = decodeBlock(readBlock(fd, 0, file), file, 0, "index header");
+    if (sealed !== undefined && !this.#readOnly) this.#cutTrailer();
+  }
+
+  #checkIndexHeader(file: string, block: Uint8Array): LsmtBlock {
+    const header = decodeBlock(block, file, 0, "index header");
     if ((header.flags & FLAG_HEADER) === 0)
       throw invalidLayer(file, 28, "index header is marked as a trailer");
     if ((header.flags & FLAG_DATA) !== 0) throw invalidLayer(file, 28, "index header is that of a data file");
@@ -323,22 +267,19 @@ export class Upper implements Disposable {
         `index of layer ${header.uuid}, but the data file ${this.ref.data} is layer ${this.#header.uuid}`,
       );
     }
-    this.#indexHeader = header;
-    return fd;
+    return header;
   }
 
-  /** An empty index file that belongs to this data file. */
-  #writeIndexFile(file: string): void {
-    replaceFile(file, (fd, temporary) => {
-      const block = encodeBlock({
-        ...this.#header,
-        flags: (this.#header.flags & ~FLAG_DATA) | FLAG_HEADER,
-        indexOffsetBytes: BLOCK_BYTES,
-        indexSize: 0,
-      });
-      pwrite(fd, block, 0, block.byteLength, 0, temporary);
-    });
-    fsyncDirectoriesOf(file);
+  /** Sealed data has its index in itself, and empty data needs no more than a new one. */
+  #restoreIndex(name: string, sealed: LsmtBlock | undefined): void {
+    if (this.#readOnly || (sealed === undefined && this.#data.size() > BLOCK_BYTES)) {
+      throw badRequest("upper_index_missing", `upper ${this.ref.data}: its index ${name} is missing`);
+    }
+    // Strict: with power lost while the trailer was written, the index before it may be holes.
+    const index =
+      sealed === undefined ? EMPTY_INDEX : readLayerIndex(this.source, sealed, 0, { padding: "refused" });
+    writeIndexFile(this.#disk, name, this.#header, index);
+    this.warnings.push(`the index file ${name} was missing and has been made again`);
   }
 
   /**
@@ -348,10 +289,10 @@ export class Upper implements Disposable {
    */
   #readTrailer(): LsmtBlock | undefined {
     const file = this.ref.data;
-    const size = fileSize(this.#dataFd, file);
+    const size = this.#data.size();
     const at = size - BLOCK_BYTES;
     if (at < BLOCK_BYTES || size % SECTOR_BYTES !== 0) return undefined;
-    const bytes = readBlock(this.#dataFd, at, file);
+    const bytes = readBytes(this.#data, at, BLOCK_BYTES);
     if (!hasLsmtMagic(bytes)) return undefined;
     const trailer = decodeBlock(bytes, file, at, "trailer");
     const kind = FLAG_DATA | FLAG_SEALED;
@@ -364,45 +305,30 @@ export class Upper implements Disposable {
   }
 
   /**
-   * An upper whose sealing was not followed by a rename goes on as an upper: its index file is written anew
-   * from the sealed index (complete and synced, so it is the truth), then index and trailer are cut off.
+   * An upper whose sealing was not followed by a rename goes on as an upper. Sealing flushes first, so its
+   * index file says all the sealed index says; index and trailer are left out (and cut off, `#cutTrailer`).
    */
-  #unseal(): void {
+  #unseal(): LsmtBlock | undefined {
     const trailer = this.#readTrailer();
-    if (trailer === undefined) return;
-    const index = readLayerIndex(this.source, trailer, 0);
+    if (trailer === undefined) return undefined;
     this.warnings.push(`${this.ref.data} was sealed but not published: it goes on as a writable layer`);
-    if (this.#readOnly) {
-      this.#dataEnd = trailer.indexOffsetBytes;
-      return;
-    }
-    if (this.#indexFd !== undefined) {
-      // Over the open file: its lock and descriptor stay valid. Until this is synced the trailer stays.
-      const file = indexPathOf(this.ref);
-      let position = BLOCK_BYTES;
-      truncate(this.#indexFd, BLOCK_BYTES, file);
-      for (const bytes of encodeIndex(index, 0)) {
-        pwrite(this.#indexFd, bytes, 0, bytes.byteLength, position, file);
-        position += bytes.byteLength;
-      }
-      fsync(this.#indexFd, file);
-    }
-    truncate(this.#dataFd, trailer.indexOffsetBytes, this.ref.data);
-    fsync(this.#dataFd, this.ref.data);
-    this.#dataEnd = trailer.indexOffsetBytes;
+    this.#segments = new SegmentTable(trailer.indexOffsetBytes / SECTOR_BYTES);
+    return trailer;
   }
 
-  /** Replays the index file in order of time. */
-  #replay(indexFd: number): void {
-    const file = indexPathOf(this.ref);
-    const size = fileSize(indexFd, file);
-    const total = Math.floor((size - BLOCK_BYTES) / MAPPING_BYTES);
+  #cutTrailer(): void {
+    this.#data.truncate(this.#segments.fileEnd * SECTOR_BYTES);
+    this.#data.sync();
+  }
+
+  /** Replays the entries that count, in order of time. */
+  #replay(log: IndexLog): void {
+    const { file } = log;
+    const total = log.entries;
     if (total > MAX_MAPPINGS) {
-      throw invalidLayer(file, BLOCK_BYTES, `${total} mappings, at most ${MAX_MAPPINGS} are allowed`);
+      throw invalidLayer(file.name, BLOCK_BYTES, `${total} mappings, at most ${MAX_MAPPINGS} are allowed`);
     }
-    // An append that power loss cut inside a sector leaves a size that is no multiple of it.
-    this.#dataEnd = Math.ceil(this.#dataEnd / SECTOR_BYTES) * SECTOR_BYTES;
-    const dataSectors = Math.floor(fileSize(this.#dataFd, this.ref.data) / SECTOR_BYTES);
+    const dataSectors = Math.min(Math.floor(this.#data.size() / SECTOR_BYTES), this.#segments.fileEnd);
     const bytes = new Uint8Array(
       new ArrayBuffer(Math.max(1, Math.min(total, REPLAY_MAPPINGS)) * MAPPING_BYTES),
     );
@@ -411,22 +337,26 @@ export class Upper implements Disposable {
     for (let done = 0; done < kept; ) {
       const batch = Math.min(total - done, REPLAY_MAPPINGS);
       const at = BLOCK_BYTES + done * MAPPING_BYTES;
-      const got = pread(indexFd, bytes, 0, batch * MAPPING_BYTES, at, file);
-      if (got !== batch * MAPPING_BYTES) throw invalidLayer(file, at, "the index file became shorter");
+      const got = file.read(at, bytes, 0, batch * MAPPING_BYTES);
+      if (got !== batch * MAPPING_BYTES) throw invalidLayer(file.name, at, "the index file became shorter");
       for (let i = 0; i < batch; i++) {
         const word = i * 4;
         if (mappingIsPadding(words, word)) continue;
         const length = mappingLength(words, word);
         const moffset = mappingTarget(words, word);
         const zeroed = mappingZeroed(words, word);
+        const where = at + i * MAPPING_BYTES;
         if (moffset < BLOCK_SECTORS) {
-          throw invalidLayer(
-            file,
-            at + i * MAPPING_BYTES,
-            `mapping points to sector ${moffset}, inside the header`,
-          );
+          throw invalidLayer(file.name, where, `mapping points to sector ${moffset}, inside the header`);
         }
         if (moffset + (zeroed ? 0 : length) > dataSectors) {
+          if (this.#marked && done + i < log.committed) {
+            throw invalidLayer(
+              file.name,
+              where,
+              `mapping points to sectors ${moffset}+${length}, the data file ${this.ref.data} ends at ${dataSectors}`,
+            );
+          }
           // Data behind the end was never flushed, nor was anything logged after it.
           kept = done + i;
           break;
@@ -435,26 +365,37 @@ export class Upper implements Disposable {
       }
       done += batch;
     }
-    this.#indexEnd = BLOCK_BYTES + kept * MAPPING_BYTES;
+    if (kept === total && (this.#marked || file.size() === log.endBytes)) return;
     if (kept < total) {
       this.warnings.push(
-        `${total - kept} mappings of ${file} from byte ${this.#indexEnd} on point behind the end of the data ` +
-          "(power was lost before a flush) and were dropped",
+        `${total - kept} mappings of ${file.name} from byte ${BLOCK_BYTES + kept * MAPPING_BYTES} on point behind ` +
+          "the end of the data (power was lost before a flush) and were dropped",
       );
     }
-    if (size > this.#indexEnd && !this.#readOnly) this.#cutIndex(indexFd, size, kept < total);
+    if (this.#readOnly) return;
+    if (kept < total) this.#keepDropped(file, kept);
+    // What is appended next must follow valid mappings.
+    log.cut(kept);
   }
 
-  /** Cuts what is no valid tail, so that what is appended next follows valid mappings. */
-  #cutIndex(indexFd: number, size: number, keepCopy: boolean): void {
-    const file = indexPathOf(this.ref);
-    if (keepCopy) {
-      const tail = new Uint8Array(new ArrayBuffer(size - this.#indexEnd));
-      pread(indexFd, tail, 0, tail.byteLength, this.#indexEnd, file);
-      appendToFile(`${file}.dropped`, tail);
+  #keepDropped(file: DiskFile, kept: number): void {
+    const from = BLOCK_BYTES + kept * MAPPING_BYTES;
+    const tail = readBytes(file, from, file.size() - from);
+    let name = `${file.name}.dropped`;
+    for (let n = 1; this.#disk.exists(name); n++) name = `${file.name}.dropped.${n}`;
+    replaceFile(this.#disk, name, (out) => out.write(0, tail, 0, tail.byteLength));
+  }
+
+  #countSegments(): void {
+    const segments = this.#segments;
+    let sector: number | undefined = 0;
+    while (sector !== undefined) {
+      sector = this.index.scan(sector, REPLAY_MAPPINGS, (_offset, length, moffset, zeroed) => {
+        if (!zeroed) segments.add(moffset, length);
+      });
     }
-    truncate(indexFd, this.#indexEnd, file);
-    fsync(indexFd, file);
+    segments.findCandidates();
+    this.index.onUnmap = (moffset, length) => segments.remove(moffset, length);
   }
 
   #inheritSize(inheritedSizeBytes: number | undefined): void {
@@ -467,29 +408,55 @@ export class Upper implements Disposable {
     this.#header = { ...this.#header, virtualSizeBytes: size };
     if (this.#indexHeader !== undefined) this.#indexHeader = { ...this.#indexHeader, virtualSizeBytes: size };
     if (this.#readOnly) return;
-    const rewrite = (fd: number, header: LsmtBlock, file: string) => {
-      const block = encodeBlock(header);
-      pwrite(fd, block, 0, block.byteLength, 0, file);
-      fdatasync(fd, file);
+    this.#rewriteHeaders();
+  }
+
+  /** Index header first: where both differ it decides. */
+  #rewriteHeaders(): void {
+    const rewrite = (file: DiskFile, block: Uint8Array) => {
+      file.write(0, block, 0, block.byteLength);
+      file.datasync();
     };
-    if (this.#indexFd !== undefined && this.#indexHeader !== undefined) {
-      rewrite(this.#indexFd, this.#indexHeader, indexPathOf(this.ref));
+    if (this.#log !== undefined && this.#indexHeader !== undefined) {
+      const marked = indexHeaderBlock(this.#header);
+      rewrite(this.#log.file, this.#marked ? marked : encodeBlock(this.#indexHeader));
     }
-    rewrite(this.#dataFd, this.#header, this.ref.data);
-    if (this.mode === "sparse" && fileSize(this.#dataFd, this.ref.data) < BLOCK_BYTES + size) {
-      truncate(this.#dataFd, BLOCK_BYTES + size, this.ref.data);
+    rewrite(this.#data, encodeBlock(this.#header));
+    const end = BLOCK_BYTES + this.virtualSizeBytes;
+    if (this.mode === "sparse" && this.#data.size() < end) {
+      this.#data.truncate(end);
+      this.#data.datasync();
     }
+  }
+
+  /** Makes the disk bigger, durable when it returns. */
+  grow(virtualSizeBytes: number): void {
+    this.#checkWritable();
+    this.#header = { ...this.#header, virtualSizeBytes };
+    if (this.#indexHeader !== undefined) this.#indexHeader = { ...this.#indexHeader, virtualSizeBytes };
+    this.#rewriteHeaders();
+    if (this.mode === "sparse")
+      this.#segments = new SegmentTable((BLOCK_BYTES + virtualSizeBytes) / SECTOR_BYTES);
+  }
+
+  /** Names the layer below, which another has taken the place of. Durable with the next flush. */
+  setParent(parentUuid: string | undefined): void {
+    this.#checkWritable();
+    this.#header = { ...this.#header, parentUuid };
+    const block = encodeBlock(this.#header);
+    // The used part of the header is within one sector: old or new.
+    this.#data.write(0, block, 0, block.byteLength);
+    this.#dataDirty = true;
   }
 
   /** Sparse: byte X of the disk lies at 4096 + X of the file; what is allocated is data. */
   #scanExtents(): void {
-    const file = this.ref.data;
     const end = BLOCK_BYTES + this.virtualSizeBytes;
     let position = BLOCK_BYTES;
     while (position < end) {
-      const from = seekData(this.#dataFd, position, file);
+      const from = this.#data.seekData(position);
       if (from === undefined || from >= end) break;
-      const to = Math.min(seekHole(this.#dataFd, from, file), end);
+      const to = Math.min(this.#data.seekHole(from), end);
       let sector = Math.floor(from / SECTOR_BYTES);
       const stop = Math.ceil(to / SECTOR_BYTES);
       while (sector < stop) {
@@ -499,7 +466,7 @@ export class Upper implements Disposable {
       }
       position = to;
     }
-    this.#dataEnd = end;
+    this.#segments = new SegmentTable(end / SECTOR_BYTES);
   }
 
   #checkWritable(): void {
@@ -515,80 +482,99 @@ export class Upper implements Disposable {
     }
   }
 
+  /** Appends to the index file, which gets the mark of epochs.ts first where it was made without. */
   #appendMapping(offset: number, length: number, moffset: number, zeroed: boolean): void {
-    if (this.#indexFd !== undefined) {
-      encodeMapping(this.#entryWords, 0, offset, length, moffset, zeroed);
-      pwrite(this.#indexFd, this.#entry, 0, MAPPING_BYTES, this.#indexEnd, this.ref.index ?? this.ref.data);
-      this.#indexEnd += MAPPING_BYTES;
-      this.#indexDirty = true;
+    if (this.#log !== undefined) {
+      if (!this.#marked) this.#adoptIndex(this.#log);
+      this.#log.append(offset, length, moffset, zeroed);
     }
     this.index.replace(offset, length, moffset, zeroed);
   }
 
-  #append(offset: number, source: Uint8Array, sourceOffset: number, length: number): void {
-    for (let done = 0; done < length; ) {
-      const piece = Math.min(length - done, WRITE_SECTORS);
-      const moffset = this.#dataEnd / SECTOR_BYTES;
-      this.#dataDirty = true;
-      pwrite(
-        this.#dataFd,
-        source,
-        sourceOffset + done * SECTOR_BYTES,
-        piece * SECTOR_BYTES,
-        this.#dataEnd,
-        this.ref.data,
-      );
-      this.#dataEnd += piece * SECTOR_BYTES;
-      this.#appendMapping(offset + done, piece, moffset, false);
-      done += piece;
+  #adoptIndex(log: IndexLog): void {
+    this.#data.datasync();
+    this.#switchIndex(log, () => {
+      writeIndexFile(this.#disk, indexPathOf(this.ref), this.#header, this.index.toFlat(0));
+      return this.index.count;
+    });
+    this.#marked = true;
+  }
+
+  /** `replace` puts another file, durable, in the index file's place and says how many entries it has. */
+  #switchIndex(log: IndexLog, replace: () => number): void {
+    const entries = replace();
+    const old = log.file;
+    log.moveTo(this.#disk.open(indexPathOf(this.ref), "write"), entries);
+    old.close();
+  }
+
+  /** Places for a write of `length` sectors at `offset`, counted as in use until they are mapped or released. */
+  reserve(offset: number, length: number): WritePiece[] {
+    this.#checkWritable();
+    const pieces: WritePiece[] = [];
+    if (this.mode === "sparse") {
+      for (let done = 0; done < length; ) {
+        const piece = Math.min(length - done, MAX_MAPPING_SECTORS);
+        const moffset = BLOCK_SECTORS + offset + done;
+        pieces.push({ offset: offset + done, length: piece, moffset, inPlace: false });
+        done += piece;
+      }
+      return pieces;
     }
+    const append = (from: number, to: number) => {
+      for (let at = from; at < to; ) {
+        const place = this.#segments.reserve(to - at, WRITE_SECTORS);
+        pieces.push({ offset: at, length: place.length, moffset: place.offset, inPlace: false });
+        at += place.length;
+      }
+    };
+    let position = offset;
+    if (this.mode === "hybridLogStructured") {
+      // What has data of this layer is overwritten in place, the rest is appended.
+      const inPlace: WritePiece[] = [];
+      this.index.visit(offset, length, (from, partLength, moffset, zeroed) => {
+        if (!zeroed) inPlace.push({ offset: from, length: partLength, moffset, inPlace: true });
+      });
+      for (const piece of inPlace) {
+        append(position, piece.offset);
+        pieces.push(piece);
+        position = piece.offset + piece.length;
+      }
+    }
+    append(position, offset + length);
+    return pieces;
+  }
+
+  /** The piece's data is in the file: from now on reads find it. */
+  map(piece: WritePiece): void {
+    this.#dataDirty = true;
+    if (!piece.inPlace) this.#appendMapping(piece.offset, piece.length, piece.moffset, false);
+  }
+
+  /** The piece was not written: its place is nobody's. */
+  release(piece: WritePiece): void {
+    this.#dataDirty = true;
+    if (!piece.inPlace && this.mode !== "sparse") this.#segments.remove(piece.moffset, piece.length);
   }
 
   /** All in sectors. */
   write(offset: number, source: Uint8Array, sourceOffset: number, length: number): void {
-    this.#checkWritable();
-    if (this.mode === "logStructured") {
-      this.#append(offset, source, sourceOffset, length);
-      return;
-    }
-    if (this.mode === "sparse") {
-      this.#dataDirty = true;
-      pwrite(
-        this.#dataFd,
-        source,
-        sourceOffset,
-        length * SECTOR_BYTES,
-        BLOCK_BYTES + offset * SECTOR_BYTES,
-        this.ref.data,
-      );
-      for (let done = 0; done < length; ) {
-        const piece = Math.min(length - done, MAX_MAPPING_SECTORS);
-        this.index.replace(offset + done, piece, BLOCK_SECTORS + offset + done, false);
-        done += piece;
+    const pieces = this.reserve(offset, length);
+    this.#dataDirty = true;
+    for (const [number, piece] of pieces.entries()) {
+      try {
+        this.#data.write(
+          piece.moffset * SECTOR_BYTES,
+          source,
+          sourceOffset + (piece.offset - offset) * SECTOR_BYTES,
+          piece.length * SECTOR_BYTES,
+        );
+        this.map(piece);
+      } catch (error) {
+        for (const rest of pieces.slice(number)) this.release(rest);
+        throw error;
       }
-      return;
     }
-    // Hybrid: what has data of this layer is overwritten in place, the rest is appended.
-    const inPlace: [offset: number, length: number, moffset: number][] = [];
-    this.index.visit(offset, length, (from, partLength, moffset, zeroed) => {
-      if (!zeroed) inPlace.push([from, partLength, moffset]);
-    });
-    let position = offset;
-    const at = (sector: number) => sourceOffset + (sector - offset) * SECTOR_BYTES;
-    for (const [from, partLength, moffset] of inPlace) {
-      if (from > position) this.#append(position, source, at(position), from - position);
-      this.#dataDirty = true;
-      pwrite(
-        this.#dataFd,
-        source,
-        at(from),
-        partLength * SECTOR_BYTES,
-        moffset * SECTOR_BYTES,
-        this.ref.data,
-      );
-      position = from + partLength;
-    }
-    if (position < offset + length) this.#append(position, source, at(position), offset + length - position);
   }
 
   /** The range reads as zeros. Sparse: only until it is opened again where a lower has data, see stack.ts. */
@@ -596,9 +582,9 @@ export class Upper implements Disposable {
     this.#checkWritable();
     if (this.mode === "sparse") {
       this.#dataDirty = true;
-      punchHole(this.#dataFd, BLOCK_BYTES + offset * SECTOR_BYTES, length * SECTOR_BYTES, this.ref.data);
+      this.#data.punchHole(BLOCK_BYTES + offset * SECTOR_BYTES, length * SECTOR_BYTES);
     }
-    const moffset = this.#dataEnd / SECTOR_BYTES;
+    const moffset = this.#segments.fileEnd;
     for (let done = 0; done < length; ) {
       const piece = Math.min(length - done, MAX_MAPPING_SECTORS);
       this.#appendMapping(offset + done, piece, moffset, true);
@@ -606,23 +592,156 @@ export class Upper implements Disposable {
     }
   }
 
-  /** Everything written is on stable storage: data first, so that no durable mapping lacks its data. */
+  /** Everything written is on stable storage: data, then the record that says so, then the index. */
   flush(): void {
-    if (this.#readOnly) return;
-    if (this.#unsynced) {
-      this.#dataDirty = true;
-      this.#indexDirty = true;
-      fsyncDirectoriesOf(this.ref.data, ...(this.#indexFd === undefined ? [] : [indexPathOf(this.ref)]));
-      this.#unsynced = false;
+    const pending = this.beginFlush();
+    if (pending === undefined) return;
+    try {
+      for (const file of pending.first) file.datasync();
+      for (const file of pending.afterFirst()) file.datasync();
+    } catch (error) {
+      pending.failed(error);
+      throw error;
     }
-    if (this.#dataDirty) {
-      fdatasync(this.#dataFd, this.ref.data);
-      this.#dataDirty = false;
+    pending.done();
+  }
+
+  /** A flush in steps, see PendingFlush; undefined when there is nothing to do. One at a time. */
+  beginFlush(): PendingFlush | undefined {
+    if (!this.#open) throw new Error(`upper ${this.ref.data}: used after close`);
+    if (this.#readOnly) return undefined;
+    if (this.#flushing !== undefined) throw new Error(`upper ${this.ref.data}: two flushes at once`);
+    if (this.#flushFailure !== undefined) {
+      throw new AenvError({
+        code: "upper_flush_failed",
+        message: `upper ${this.ref.data} lost writes: an earlier flush failed`,
+        remediation: "check the host's disk and log; open the image again to go on with what is there",
+        cause: this.#flushFailure,
+      });
     }
-    if (this.#indexDirty && this.#indexFd !== undefined) {
-      fdatasync(this.#indexFd, this.ref.index ?? this.ref.data);
-      this.#indexDirty = false;
+    const log = this.#log;
+    if (!this.#dataDirty && !this.#namesDirty && log?.uncommitted !== true) return undefined;
+    if (this.#namesDirty) {
+      this.#disk.syncDirectoriesOf(this.ref.data, ...(log === undefined ? [] : [log.file.name]));
     }
+    const names = this.#namesDirty;
+    const epoch = log?.uncommitted === true ? log.beginEpoch() : undefined;
+    const taken = this.#segments.beginFlush();
+    this.#dataDirty = false;
+    const end = () => {
+      this.#flushing = undefined;
+    };
+    this.#flushing = {
+      first: names && log !== undefined ? [this.#data, log.file] : [this.#data],
+      afterFirst: () => {
+        if (log === undefined || epoch === undefined) return [];
+        log.commit(epoch);
+        return [log.file];
+      },
+      done: () => {
+        end();
+        this.#namesDirty = false;
+        this.#whenReadsEnd(() => this.#segments.endFlush(taken));
+      },
+      failed: (error) => {
+        end();
+        this.#flushFailure = error;
+        this.#segments.abortFlush(taken);
+      },
+    };
+    return this.#flushing;
+  }
+
+  /**
+   * A read that is under way while other calls are made: space it may read from is not used again before the
+   * returned function is called. Reads made in one go need none.
+   */
+  pin(): () => void {
+    const pin = this.#nextPin++;
+    this.#pins.add(pin);
+    return () => {
+      this.#pins.delete(pin);
+      this.#endReads();
+    };
+  }
+
+  /** Runs `action` when the reads that are under way now have ended. */
+  #whenReadsEnd(action: () => void): void {
+    this.#quarantine.push({ before: this.#nextPin, run: action });
+    this.#endReads();
+  }
+
+  #endReads(): void {
+    // Pins are kept in the order they were taken.
+    const oldest = this.#pins.values().next().value ?? Number.POSITIVE_INFINITY;
+    while (this.#quarantine.length > 0 && this.#quarantine[0]!.before <= oldest) {
+      this.#quarantine.shift()?.run();
+    }
+  }
+
+  /** See LayerStack.compactStep. */
+  compactStep(budgetBytes: number): CompactProgress {
+    this.#checkWritable();
+    return this.#compactor?.step(budgetBytes) ?? { done: true, movedBytes: 0, flushNeeded: false };
+  }
+
+  get compactionDue(): boolean {
+    return this.#compactor?.due ?? false;
+  }
+
+  #makeCompactor(): Compactor {
+    const { index } = this;
+    return new Compactor({
+      index,
+      segments: () => this.#segments,
+      log: () => {
+        const log = this.#log;
+        if (log === undefined)
+          throw new Error("internal error, please report: compaction without an index file");
+        return log;
+      },
+      flushing: () => this.#flushing !== undefined,
+      header: () => indexHeaderBlock(this.#header),
+      flush: () => this.flush(),
+      readData: (sector, target, sectors) =>
+        this.source.read(sector * SECTOR_BYTES, target, 0, sectors * SECTOR_BYTES),
+      punch: (sector, sectors) => this.#data.punchHole(sector * SECTOR_BYTES, sectors * SECTOR_BYTES),
+      relocate: (offset, source, sectors) => {
+        for (let done = 0; done < sectors; ) {
+          const place = this.#segments.reserve(sectors - done, WRITE_SECTORS);
+          const piece = {
+            offset: offset + done,
+            length: place.length,
+            moffset: place.offset,
+            inPlace: false,
+          };
+          try {
+            this.#data.write(
+              place.offset * SECTOR_BYTES,
+              source,
+              done * SECTOR_BYTES,
+              place.length * SECTOR_BYTES,
+            );
+          } catch (error) {
+            this.release(piece);
+            throw error;
+          }
+          this.map(piece);
+          done += place.length;
+        }
+      },
+      disk: this.#disk,
+      compactionPath: compactionPath(indexPathOf(this.ref)),
+      switchIndex: (file, entries) => {
+        const log = this.#log!;
+        const name = indexPathOf(this.ref);
+        this.#disk.rename(file.name, name);
+        this.#disk.syncDirectoriesOf(name);
+        file.close();
+        this.#switchIndex(log, () => entries);
+        this.#marked = true;
+      },
+    });
   }
 
   /**
@@ -632,17 +751,17 @@ export class Upper implements Disposable {
   sealInPlace(): { undo: () => void; index: (layer: number) => FlatIndex } {
     this.#checkWritable();
     this.flush();
-    const file = this.ref.data;
-    const start = Math.ceil(this.#dataEnd / SECTOR_BYTES) * SECTOR_BYTES;
+    this.#compactor?.abort();
+    const start = this.#segments.fileEnd * SECTOR_BYTES;
     const index = this.index.toFlat(0);
     const undo = () => {
-      truncate(this.#dataFd, start, file);
-      fsync(this.#dataFd, file);
+      this.#data.truncate(start);
+      this.#data.sync();
     };
     try {
       let position = start;
       for (const bytes of encodeIndex(index, 0)) {
-        pwrite(this.#dataFd, bytes, 0, bytes.byteLength, position, file);
+        this.#data.write(position, bytes, 0, bytes.byteLength);
         position += bytes.byteLength;
       }
       const end = Math.ceil((position + BLOCK_BYTES) / BLOCK_BYTES) * BLOCK_BYTES;
@@ -657,8 +776,8 @@ export class Upper implements Disposable {
         }),
         tail.byteLength - BLOCK_BYTES,
       );
-      pwrite(this.#dataFd, tail, 0, tail.byteLength, position, file);
-      fsync(this.#dataFd, file);
+      this.#data.write(position, tail, 0, tail.byteLength);
+      this.#data.sync();
     } catch (error) {
       undo();
       throw error;
@@ -671,12 +790,18 @@ export class Upper implements Disposable {
 
   /** Size of the data file as it is now. */
   fileSizeBytes(): number {
-    return fileSize(this.#dataFd, this.ref.data);
+    return this.#data.size();
+  }
+
+  /** Throws when what is in memory contradicts itself; for tests. */
+  checkInvariants(): void {
+    this.index.checkInvariants();
+    this.#segments.checkInvariants();
   }
 
   /** Gives up everything but the open data file, which lives on as the source of a read-only layer. */
   handOverData(): void {
-    lockFile(this.#dataFd, "unlock", this.ref.data);
+    this.#data.lock("unlock");
     this.#dataHandedOver = true;
     this[Symbol.dispose]();
   }
@@ -684,7 +809,15 @@ export class Upper implements Disposable {
   [Symbol.dispose](): void {
     if (!this.#open) return;
     this.#open = false;
-    if (this.#indexFd !== undefined) closeSync(this.#indexFd);
-    if (!this.#dataHandedOver) closeSync(this.#dataFd);
+    try {
+      this.#compactor?.abort();
+      const clean = !this.#dataDirty && this.#flushing === undefined && this.#flushFailure === undefined;
+      if (clean && !this.#readOnly && !this.#dataHandedOver && this.#log?.uncommitted === false) {
+        this.#log.closeSession();
+      }
+    } finally {
+      this.#log?.file.close();
+      if (!this.#dataHandedOver) this.#data.close();
+    }
   }
 }

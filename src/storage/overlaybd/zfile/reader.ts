@@ -1,6 +1,7 @@
 import { CODEC_ALGORITHMS, Codec, type CodecAlgorithm, crc32cRaw } from "../../../../ffi/codec.ts";
 import { invalidLayer } from "../errors.ts";
-import { type ReadSource, readUpTo } from "../source.ts";
+import { type FileRangeVisitor, type ReadSource, readUpTo } from "../source.ts";
+import { type CachedBlocks, threadBlockCache } from "./block-cache.ts";
 import {
   decodeZFileBlock,
   hasZFileMagic,
@@ -71,11 +72,10 @@ export class ZFileSource implements ReadSource {
   readonly #spans: Float64Array;
   readonly #relative: Uint32Array;
   readonly #compressed: Uint8Array;
-  /** The last block that was wanted in part. */
-  readonly #cached: Uint8Array;
-  #cachedBlock = -1;
+  readonly #cache: CachedBlocks;
 
-  constructor(source: ReadSource) {
+  /** `contentKey`: the same for sources with the same bytes, which then share decompressed blocks. */
+  constructor(source: ReadSource, contentKey: string = crypto.randomUUID()) {
     const { fields, tableLimit } = readFields(source);
     this.name = `${source.name} (zfile)`;
     this.#source = source;
@@ -117,8 +117,8 @@ export class ZFileSource implements ReadSource {
     this.#relative = new Uint32Array(this.#blocks + 1);
     const longest = this.#readTable(fields);
     this.#compressed = new Uint8Array(new ArrayBuffer(Math.max(READ_BYTES, longest)));
-    this.#cached = new Uint8Array(new ArrayBuffer(size));
     this.#codec = new Codec();
+    this.#cache = threadBlockCache.open(contentKey);
   }
 
   /** Reads, checks and sums up the jump table; returns the longest entry. */
@@ -199,7 +199,7 @@ export class ZFileSource implements ReadSource {
     if (reason !== undefined) throw invalidLayer(this.#source.name, start, `ZFile block ${block}: ${reason}`);
   }
 
-  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+  #check(offsetBytes: number, lengthBytes: number): void {
     if (offsetBytes < 0 || offsetBytes + lengthBytes > this.sizeBytes) {
       throw invalidLayer(
         this.name,
@@ -207,45 +207,90 @@ export class ZFileSource implements ReadSource {
         `${lengthBytes} bytes wanted, the data ends at ${this.sizeBytes}`,
       );
     }
+  }
+
+  read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void {
+    this.#read(offsetBytes, target, targetOffset, lengthBytes, false);
+  }
+
+  tryRead(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): boolean {
+    return this.#read(offsetBytes, target, targetOffset, lengthBytes, true);
+  }
+
+  /** False only with `inMemory`, when compressed bytes are not. */
+  #read(
+    offsetBytes: number,
+    target: Uint8Array,
+    targetOffset: number,
+    lengthBytes: number,
+    inMemory: boolean,
+  ): boolean {
+    this.#check(offsetBytes, lengthBytes);
     const size = this.#blockSize;
     const end = offsetBytes + lengthBytes;
     let block = Math.floor(offsetBytes / size);
     const stop = Math.ceil(end / size);
     while (block < stop) {
-      if (block === this.#cachedBlock) {
-        this.#copyCached(block, offsetBytes, end, target, targetOffset);
+      const cached = this.#cache.get(block);
+      if (cached !== undefined) {
+        this.#copyPart(block, cached, offsetBytes, end, target, targetOffset);
         block++;
         continue;
       }
       // As many blocks as one read of compressed bytes can hold.
       const from = this.#start(block);
       let last = block + 1;
-      while (last < stop && this.#start(last + 1) - from <= this.#compressed.byteLength) last++;
-      this.#source.read(from, this.#compressed, 0, this.#start(last) - from);
+      while (
+        last < stop &&
+        this.#start(last + 1) - from <= this.#compressed.byteLength &&
+        !this.#cache.has(last)
+      ) {
+        last++;
+      }
+      const stored = this.#start(last) - from;
+      if (!inMemory) this.#source.read(from, this.#compressed, 0, stored);
+      else if (!this.#source.tryRead(from, this.#compressed, 0, stored)) return false;
       for (; block < last; block++) {
-        const blockStart = block * size;
-        const at = this.#start(block) - from;
-        const whole = blockStart >= offsetBytes && Math.min(blockStart + size, this.sizeBytes) <= end;
-        if (whole) {
-          this.#decode(block, at, target, targetOffset + (blockStart - offsetBytes));
-          continue;
-        }
-        this.#cachedBlock = -1;
-        this.#decode(block, at, this.#cached, 0);
-        this.#cachedBlock = block;
-        this.#copyCached(block, offsetBytes, end, target, targetOffset);
+        const decoded = this.#cache.room(Math.min(size, this.sizeBytes - block * size));
+        this.#decode(block, this.#start(block) - from, decoded, 0);
+        this.#cache.add(block, decoded);
+        this.#copyPart(block, decoded, offsetBytes, end, target, targetOffset);
+      }
+    }
+    return true;
+  }
+
+  locate(offsetBytes: number, lengthBytes: number, visit: FileRangeVisitor): void {
+    this.#check(offsetBytes, lengthBytes);
+    const stop = Math.ceil((offsetBytes + lengthBytes) / this.#blockSize);
+    let block = Math.floor(offsetBytes / this.#blockSize);
+    while (block < stop) {
+      const first = block;
+      while (block < stop && !this.#cache.has(block)) block++;
+      if (block > first) {
+        this.#source.locate(this.#start(first), this.#start(block) - this.#start(first), visit);
+      } else {
+        block++;
       }
     }
   }
 
-  #copyCached(block: number, offset: number, end: number, target: Uint8Array, targetOffset: number): void {
+  #copyPart(
+    block: number,
+    decoded: Uint8Array,
+    offset: number,
+    end: number,
+    target: Uint8Array,
+    targetOffset: number,
+  ): void {
     const blockStart = block * this.#blockSize;
     const from = Math.max(offset, blockStart);
     const to = Math.min(end, blockStart + this.#blockSize);
-    target.set(this.#cached.subarray(from - blockStart, to - blockStart), targetOffset + (from - offset));
+    target.set(decoded.subarray(from - blockStart, to - blockStart), targetOffset + (from - offset));
   }
 
   [Symbol.dispose](): void {
+    this.#cache[Symbol.dispose]();
     this.#codec[Symbol.dispose]();
     this.#source[Symbol.dispose]();
   }

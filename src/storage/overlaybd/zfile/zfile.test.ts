@@ -1,6 +1,7 @@
 import { describe, expect, test } from "bun:test";
 import { readFileSync, writeFileSync } from "node:fs";
 import { Codec, crc32cRaw, crc32cRawPortable, encodedBound } from "../../../../ffi/codec.ts";
+import { hostDisk } from "../disk.ts";
 import { invalidLayer } from "../errors.ts";
 import type { ByteSink } from "../lsmt/writer.ts";
 import { openUnwrapped } from "../open-layer.ts";
@@ -205,7 +206,7 @@ describe("tar", () => {
     ];
     const made = Bun.spawnSync(command);
     expect(made.exitCode).toBe(0);
-    const { source, container } = openUnwrapped(`${scratch.path}/t.tar`);
+    const { source, container } = openUnwrapped(hostDisk, `${scratch.path}/t.tar`);
     using _ = source;
     expect(container).toEqual(["tar"]);
     const got = new Uint8Array(payload.byteLength);

@@ -1,0 +1,233 @@
+import {
+  closeSync,
+  constants,
+  existsSync,
+  openSync,
+  readFileSync,
+  renameSync,
+  statSync,
+  unlinkSync,
+} from "node:fs";
+import { dirname } from "node:path";
+import * as io from "../../../ffi/io.ts";
+
+/**
+ * An open file. Offsets and lengths are bytes; buffers are a view plus an offset into it. Every failure
+ * throws an error that names the file.
+ */
+export interface DiskFile {
+  readonly name: string;
+  /** Descriptor, where the host's kernel can be asked directly (a ring); simulated files have none. */
+  readonly fd?: number;
+  /** Fills `target[targetOffset, +length)`; returns the bytes read, fewer only at the end of the file. */
+  read(offset: number, target: Uint8Array, targetOffset: number, length: number): number;
+  /**
+   * The same from memory alone: -1, with arbitrary content in the buffer, where that would wait for a disk.
+   * Absent: nothing ever waits.
+   */
+  readCached?(offset: number, target: Uint8Array, targetOffset: number, length: number): number;
+  /** Writes all of `source[sourceOffset, +length)`. */
+  write(offset: number, source: Uint8Array, sourceOffset: number, length: number): void;
+  size(): number;
+  truncate(length: number): void;
+  /** The range reads as zeros and takes no space; the size stays. */
+  punchHole(offset: number, length: number): void;
+  /** First byte of data at or behind `offset`, undefined when only holes follow. */
+  seekData(offset: number): number | undefined;
+  /** First hole at or behind `offset`; the end of the file counts as one. */
+  seekHole(offset: number): number;
+  /** Content (and the size needed to find it) on stable storage. */
+  datasync(): void;
+  sync(): void;
+  /** False when another open file holds a conflicting lock. */
+  lock(mode: "unlock" | "shared" | "exclusive"): boolean;
+  close(): void;
+}
+
+/**
+ * The file system as this room uses it: the host's, or in tests one in memory that can lose power. What is
+ * not here is not used, so a simulation of these calls is a simulation of the room.
+ */
+export interface Disk {
+  /**
+   * The same as long as nothing that was written can have been lost with the page cache: as long as the
+   * kernel has not been started anew.
+   */
+  bootId(): string;
+  open(file: string, mode: "read" | "write"): DiskFile;
+  /** A new empty file, private to the owner. */
+  create(file: string): DiskFile;
+  exists(file: string): boolean;
+  readText(file: string): string;
+  rename(from: string, to: string): void;
+  /** Never replaces: an existing `to` is an error of code `file_exists`. */
+  renameNoReplace(from: string, to: string): void;
+  removeIfPresent(file: string): void;
+  /** Makes creations, renames and removals in the directories of these files durable. */
+  syncDirectoriesOf(...files: readonly string[]): void;
+  /** True when both names are links to one file. */
+  sameFile(a: string, b: string): boolean;
+  /** Names the file system that holds a directory. */
+  deviceOf(directory: string): string;
+  /** Changes when the content of a file may have changed. */
+  identityOf(file: string): string;
+}
+
+/** Not among the constants of node:fs. */
+const O_CLOEXEC = 0o2000000;
+
+function openFd(file: string, flags: number): number {
+  return openSync(file, flags | O_CLOEXEC, 0o600);
+}
+
+class HostFile implements DiskFile {
+  readonly name: string;
+  readonly fd: number;
+
+  constructor(name: string, fd: number) {
+    this.name = name;
+    this.fd = fd;
+  }
+
+  read(offset: number, target: Uint8Array, targetOffset: number, length: number): number {
+    return io.pread(this.fd, target, targetOffset, length, offset, this.name);
+  }
+
+  readCached(offset: number, target: Uint8Array, targetOffset: number, length: number): number {
+    return io.preadCached(this.fd, target, targetOffset, length, offset, this.name);
+  }
+
+  write(offset: number, source: Uint8Array, sourceOffset: number, length: number): void {
+    io.pwrite(this.fd, source, sourceOffset, length, offset, this.name);
+  }
+
+  size(): number {
+    return io.fileSize(this.fd, this.name);
+  }
+
+  truncate(length: number): void {
+    io.truncate(this.fd, length, this.name);
+  }
+
+  punchHole(offset: number, length: number): void {
+    io.punchHole(this.fd, offset, length, this.name);
+  }
+
+  seekData(offset: number): number | undefined {
+    return io.seekData(this.fd, offset, this.name);
+  }
+
+  seekHole(offset: number): number {
+    return io.seekHole(this.fd, offset, this.name);
+  }
+
+  datasync(): void {
+    io.fdatasync(this.fd, this.name);
+  }
+
+  sync(): void {
+    io.fsync(this.fd, this.name);
+  }
+
+  lock(mode: "unlock" | "shared" | "exclusive"): boolean {
+    return io.lockFile(this.fd, mode, this.name);
+  }
+
+  close(): void {
+    closeSync(this.fd);
+  }
+}
+
+let bootId: string | undefined;
+
+export const hostDisk: Disk = {
+  bootId() {
+    bootId ??= readFileSync("/proc/sys/kernel/random/boot_id", "latin1").trim();
+    return bootId;
+  },
+  open: (file, mode) =>
+    new HostFile(file, openFd(file, mode === "read" ? constants.O_RDONLY : constants.O_RDWR)),
+  create: (file) => new HostFile(file, openFd(file, constants.O_RDWR | constants.O_CREAT | constants.O_EXCL)),
+  exists: (file) => existsSync(file),
+  readText: (file) => readFileSync(file, "utf8"),
+  rename: (from, to) => renameSync(from, to),
+  renameNoReplace: (from, to) => io.renameNoReplace(from, to),
+  removeIfPresent(file) {
+    try {
+      unlinkSync(file);
+    } catch (error) {
+      if (!(error instanceof Error && "code" in error && error.code === "ENOENT")) throw error;
+    }
+  },
+  syncDirectoriesOf(...files) {
+    for (const directory of new Set(files.map((file) => dirname(file)))) {
+      const fd = openFd(directory, constants.O_RDONLY | constants.O_DIRECTORY);
+      try {
+        io.fsync(fd, directory);
+      } finally {
+        closeSync(fd);
+      }
+    }
+  },
+  sameFile(a, b) {
+    if (!existsSync(a) || !existsSync(b)) return false;
+    const left = statSync(a, { bigint: true });
+    const right = statSync(b, { bigint: true });
+    return left.dev === right.dev && left.ino === right.ino;
+  },
+  deviceOf: (directory) => String(statSync(directory).dev),
+  identityOf(file) {
+    const stat = statSync(file, { bigint: true });
+    return `${stat.dev}:${stat.ino}:${stat.size}:${stat.mtimeNs}:${stat.ctimeNs}`;
+  },
+};
+
+/** A name beside `target` for the file while it is being written. */
+export function temporaryName(target: string): string {
+  return `${target}.tmp-${process.pid}-${crypto.randomUUID().slice(0, 8)}`;
+}
+
+/**
+ * Writes a whole file under a temporary name, syncs it and renames it over `target`, so that a crash leaves
+ * the old or the new one. The directory is the caller's to sync. For files of one owner: the temporary name
+ * is always the same, so that what a crash left goes away with the next try.
+ */
+export function replaceFile(
+  disk: Disk,
+  target: string,
+  write: (file: DiskFile) => void,
+  durability: "synced" | "unsynced" = "synced",
+): void {
+  const temporary = `${target}.tmp`;
+  disk.removeIfPresent(temporary);
+  const file = disk.create(temporary);
+  try {
+    write(file);
+    if (durability === "synced") file.sync();
+    disk.rename(temporary, target);
+  } catch (error) {
+    disk.removeIfPresent(temporary);
+    throw error;
+  } finally {
+    file.close();
+  }
+}
+
+/** Reads up to `length` bytes into a fresh buffer; shorter at the end of the file. */
+export function readBytes(file: DiskFile, offset: number, length: number): Uint8Array {
+  const bytes = new Uint8Array(new ArrayBuffer(length));
+  return bytes.subarray(0, file.read(offset, bytes, 0, length));
+}
+
+/** `DiskFile.readCached`, or a plain read where there is nothing to wait for. */
+export function readCached(
+  file: DiskFile,
+  offset: number,
+  target: Uint8Array,
+  targetOffset: number,
+  length: number,
+): number {
+  return file.readCached === undefined
+    ? file.read(offset, target, targetOffset, length)
+    : file.readCached(offset, target, targetOffset, length);
+}
