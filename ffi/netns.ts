@@ -8,8 +8,9 @@ import { bindShim } from "./lib.ts";
 const shim = bindShim({
   aenv_net_slot_create: { args: ["ptr", "ptr", "ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_slot_destroy: { args: ["ptr", "ptr", "u32"], returns: "i32" },
-  aenv_net_rules: { args: ["ptr", "ptr", "u32"], returns: "i32" },
-  aenv_net_forget_flows: { args: ["u32"], returns: "i32" },
+  aenv_net_rules: { args: ["ptr", "i32", "ptr", "u32"], returns: "i32" },
+  aenv_net_forget_flows: { args: ["i32", "i32", "u32"], returns: "i32" },
+  aenv_nf_open: { args: [], returns: "i32" },
   aenv_nf_original_destination: { args: ["i32", "ptr"], returns: "i32" },
   aenv_net_group_devices: { args: ["u32", "ptr", "u32"], returns: "i32" },
 });
@@ -101,19 +102,45 @@ export async function netSlotDestroy(netnsPath: string, hostDevice: string, grou
   await report(fd, what);
 }
 
-/**
- * Applies an nf_tables batch, all of it or none, in the namespace at `netnsPath` (undefined: this process's).
- * Does not block.
- */
-export async function netRules(netnsPath: string | undefined, batch: Uint8Array): Promise<void> {
-  const what = netnsPath === undefined ? "change the host's rules" : `change the rules of ${netnsPath}`;
-  await report(check(shim.aenv_net_rules(cString(netnsPath ?? ""), batch, batch.length), what), what);
+/** Applies an nf_tables batch, all of it or none, in the namespace at `netnsPath`. Does not block. */
+export async function netNamespaceRules(netnsPath: string, batch: Uint8Array): Promise<void> {
+  const what = `change the rules of ${netnsPath}`;
+  await report(check(shim.aenv_net_rules(cString(netnsPath), -1, batch, batch.length), what), what);
 }
 
-/** Forgets the tracked connections that an IPv4 address (host byte order) opened; resolves with their number. */
-export function netForgetFlows(source: number): Promise<number> {
-  const what = "forget connections";
-  return report(check(shim.aenv_net_forget_flows(source), what), what);
+/**
+ * A netfilter socket of this process's namespace. To be kept: closing one is what takes long. Used by one call
+ * at a time, and not again after one of them failed to forget.
+ */
+export class NetfilterSocket implements Disposable {
+  #fd: number;
+
+  constructor() {
+    this.#fd = check(shim.aenv_nf_open(), "open a netfilter socket");
+  }
+
+  /** Applies an nf_tables batch, all of it or none. Does not block. */
+  async apply(batch: Uint8Array): Promise<void> {
+    const what = "change the host's rules";
+    await report(check(shim.aenv_net_rules(cString(""), this.#fd, batch, batch.length), what), what);
+  }
+
+  /**
+   * Forgets the tracked connections that an IPv4 address (host byte order) opened; resolves with their number.
+   * `reader`: a second socket.
+   */
+  async forget(reader: NetfilterSocket, source: number): Promise<number> {
+    const what = "forget connections";
+    return await report(check(shim.aenv_net_forget_flows(reader.#fd, this.#fd, source), what), what);
+  }
+
+  [Symbol.dispose](): void {
+    if (this.#fd < 0) return;
+    const fd = this.#fd;
+    this.#fd = -1;
+    // Off the event loop: it takes a while.
+    close(fd, () => undefined);
+  }
 }
 
 /** Where a diverted connection was meant to go (host byte order); undefined when `fd` was not diverted. */

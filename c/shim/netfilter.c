@@ -27,7 +27,7 @@
 #define ATTR_FILTER_REPLY_FLAGS 2
 #define FILTER_IP_SRC 1u
 
-static int open_netfilter(void) {
+EXPORT int aenv_nf_open(void) {
   int fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_NETFILTER);
   if (fd < 0) return -errno;
   struct timeval timeout = {.tv_sec = ANSWER_TIMEOUT_SECONDS};
@@ -61,12 +61,11 @@ static ssize_t receive(int fd, void *answer, int flags) {
 
 /* ---- transactions ------------------------------------------------------------------------------ */
 
-int aenv_nf_transact(const void *batch, uint32_t length, uint32_t *message) {
+int aenv_nf_transact(int fd, const void *batch, uint32_t length, uint32_t *message) {
   *message = UINT32_MAX;
-  int fd = open_netfilter();
-  if (fd < 0) return fd;
   uint8_t *answer = malloc(ANSWER_BYTES);
-  int result = answer == NULL ? -ENOMEM : send_all(fd, batch, length);
+  if (answer == NULL) return -ENOMEM;
+  int result = send_all(fd, batch, length);
   bool acknowledged = false;
   /*
    * The kernel has done its work when the send returns. What it refused it has answered by then; the last
@@ -91,7 +90,6 @@ int aenv_nf_transact(const void *batch, uint32_t length, uint32_t *message) {
     }
   }
   free(answer);
-  close(fd);
   return result < 0 ? result : acknowledged ? 0 : -EPROTO;
 }
 
@@ -220,20 +218,13 @@ static int forget(int dump_fd, int delete_fd, uint32_t source, bool filtered, ui
   return result;
 }
 
-int aenv_nf_forget_flows(uint32_t source) {
-  int dump_fd = open_netfilter();
-  if (dump_fd < 0) return dump_fd;
-  int delete_fd = open_netfilter();
+int aenv_nf_forget_flows(int read_fd, int delete_fd, uint32_t source) {
   uint8_t *buffers = malloc(2 * ANSWER_BYTES);
-  int result = delete_fd < 0 ? delete_fd : buffers == NULL ? -ENOMEM : 0;
-  if (result == 0) {
-    result = forget(dump_fd, delete_fd, source, true, buffers, buffers + ANSWER_BYTES);
-    if (result == -EINVAL || result == -EOPNOTSUPP || result == -ERANGE)
-      result = forget(dump_fd, delete_fd, source, false, buffers, buffers + ANSWER_BYTES);
-  }
+  if (buffers == NULL) return -ENOMEM;
+  int result = forget(read_fd, delete_fd, source, true, buffers, buffers + ANSWER_BYTES);
+  if (result == -EINVAL || result == -EOPNOTSUPP || result == -ERANGE)
+    result = forget(read_fd, delete_fd, source, false, buffers, buffers + ANSWER_BYTES);
   free(buffers);
-  if (delete_fd >= 0) close(delete_fd);
-  close(dump_fd);
   return result;
 }
 

@@ -11,16 +11,24 @@
 #include <stdint.h>
 
 /*
- * Applies one batch. Returns 0, or the -errno of the first message that was refused; its number within the
+ * A socket for the functions below, in the caller's network namespace; or -errno. Whoever makes many changes
+ * keeps one: closing it makes the kernel clean up after earlier transactions with the firewall locked, which
+ * takes ten times longer than a transaction.
+ */
+int aenv_nf_open(void);
+
+/*
+ * Applies one batch by the socket fd (one user at a time). Returns 0, or the -errno of the first message that was refused; its number within the
  * batch (0: the one that begins it) is then in *message, UINT32_MAX when the failure belongs to none.
  */
-int aenv_nf_transact(const void *batch, uint32_t length, uint32_t *message);
+int aenv_nf_transact(int fd, const void *batch, uint32_t length, uint32_t *message);
 
 /*
  * Forgets the tracked IPv4 connections that `source` (host byte order) opened, so that no later packet counts
- * as part of one. Returns their number or -errno.
+ * as part of one. By two sockets, to read and to delete (one user at a time; not to be used again after an
+ * error). Returns their number or -errno.
  */
-int aenv_nf_forget_flows(uint32_t source);
+int aenv_nf_forget_flows(int read_fd, int delete_fd, uint32_t source);
 
 /*
  * Where a connection diverted to the local socket fd was meant to go: address and port in host byte order in

@@ -44,6 +44,10 @@ struct job {
   char host_if[IFNAMSIZ];
   bool pair_made;
   uint32_t source;
+  /* For netfilter. Opened by the job when it is -1, and then closed when the result has been told: see aenv_nf_open. */
+  int socket;
+  int second_socket;
+  bool socket_is_ours;
   uint32_t batch_bytes;
   uint8_t batch[];
 };
@@ -298,9 +302,14 @@ static int unmount_file(const char *path) {
     }                                                        \
   } while (0)
 
-static int install_rules(const struct job *job, struct aenv_net_report *report) {
+static int install_rules(struct job *job, struct aenv_net_report *report) {
   uint32_t message;
-  int result = aenv_nf_transact(job->batch, job->batch_bytes, &message);
+  if (job->socket < 0) {
+    job->socket = aenv_nf_open();
+    STEP("open a netfilter socket", job->socket);
+    job->socket_is_ours = true;
+  }
+  int result = aenv_nf_transact(job->socket, job->batch, job->batch_bytes, &message);
   if (result < 0) {
     if (message == UINT32_MAX) snprintf(report->step, sizeof report->step, "install firewall rules");
     else snprintf(report->step, sizeof report->step, "install firewall rules: message %u of the batch", message);
@@ -399,7 +408,7 @@ static int destroy(const struct job *job, struct aenv_net_report *report) {
   return 0;
 }
 
-static int change_rules(const struct job *job, struct aenv_net_report *report) {
+static int change_rules(struct job *job, struct aenv_net_report *report) {
   if (job->ns_path[0] != '\0') {
     int ns = open(job->ns_path, O_RDONLY | O_CLOEXEC);
     STEP("open the namespace", ns < 0 ? -errno : 0);
@@ -411,7 +420,7 @@ static int change_rules(const struct job *job, struct aenv_net_report *report) {
 }
 
 static int forget_flows(const struct job *job, struct aenv_net_report *report) {
-  int result = aenv_nf_forget_flows(job->source);
+  int result = aenv_nf_forget_flows(job->socket, job->second_socket, job->source);
   STEP("forget tracked connections", result);
   return result;
 }
@@ -436,6 +445,7 @@ static void *run(void *argument) {
     written = write(job->report_fd, &report, sizeof report);
   } while (written < 0 && errno == EINTR);
   close(job->report_fd);
+  if (job->socket_is_ours) close(job->socket);
   free(job);
   return NULL;
 }
@@ -480,6 +490,7 @@ static struct job *new_job(enum job_kind kind, const void *batch, uint32_t batch
   struct job *job = calloc(1, sizeof *job + batch_bytes);
   if (job == NULL) return NULL;
   job->kind = kind;
+  job->socket = -1;
   job->batch_bytes = batch_bytes;
   if (batch_bytes > 0) memcpy(job->batch, batch, batch_bytes);
   return job;
@@ -502,15 +513,19 @@ EXPORT int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint3
   return start(job, ns_path, host_if);
 }
 
-EXPORT int aenv_net_rules(const char *ns_path, const void *batch, uint32_t batch_bytes) {
+EXPORT int aenv_net_rules(const char *ns_path, int fd, const void *batch, uint32_t batch_bytes) {
+  if (ns_path[0] == '\0' && fd < 0) return -EBADF;
   struct job *job = new_job(JOB_RULES, batch, batch_bytes);
   if (job == NULL) return -ENOMEM;
+  if (ns_path[0] == '\0') job->socket = fd;
   return start(job, ns_path, "");
 }
 
-EXPORT int aenv_net_forget_flows(uint32_t source) {
+EXPORT int aenv_net_forget_flows(int read_fd, int delete_fd, uint32_t source) {
   struct job *job = new_job(JOB_FORGET, NULL, 0);
   if (job == NULL) return -ENOMEM;
+  job->socket = read_fd;
+  job->second_socket = delete_fd;
   job->source = source;
   return start(job, "", "");
 }

@@ -53,16 +53,17 @@ int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct 
 int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint32_t group);
 
 /*
- * Applies an nf_tables batch (copied) in the namespace at ns_path, or in the caller's when it is empty; all of
- * it or none. Returns like aenv_net_slot_create.
+ * Applies an nf_tables batch (copied), all of it or none: in the namespace at ns_path, or when that is empty by
+ * the socket fd (aenv_nf_open), which must stay open and unused until the report. Returns like
+ * aenv_net_slot_create.
  */
-int aenv_net_rules(const char *ns_path, const void *batch, uint32_t batch_bytes);
+int aenv_net_rules(const char *ns_path, int fd, const void *batch, uint32_t batch_bytes);
 
 /*
- * Forgets the connections that the address (host byte order) opened, in the caller's namespace; the report's
- * result is their number. Returns like aenv_net_slot_create.
+ * Forgets the connections that the address (host byte order) opened, by two sockets of aenv_nf_open under the
+ * same condition; the report's result is their number. Returns like aenv_net_slot_create.
  */
-int aenv_net_forget_flows(uint32_t source);
+int aenv_net_forget_flows(int read_fd, int delete_fd, uint32_t source);
 
 /*
  * Names of the caller's network devices in `group`, one a line, into buf.

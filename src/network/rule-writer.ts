@@ -1,4 +1,4 @@
-import { netRules } from "../../ffi/netns.ts";
+import { NetfilterSocket } from "../../ffi/netns.ts";
 import { Batch } from "./nft.ts";
 
 type Change = (batch: Batch) => void;
@@ -16,9 +16,10 @@ const MAX_CHANGES = 64;
  * Changes to one table of the host, in the order they were asked for. Each is in one transaction as a whole;
  * those that wait while another is under way share the next, and are tried one by one if that is refused.
  */
-export class RuleWriter {
+export class RuleWriter implements Disposable {
   readonly #table: string;
   readonly #waiting: Waiting[] = [];
+  readonly #socket = new NetfilterSocket();
   #working = false;
 
   constructor(table: string) {
@@ -31,6 +32,11 @@ export class RuleWriter {
       this.#waiting.push({ change, resolve, reject });
       if (!this.#working) void this.#work();
     });
+  }
+
+  /** No change may be under way. */
+  [Symbol.dispose](): void {
+    this.#socket[Symbol.dispose]();
   }
 
   async #work(): Promise<void> {
@@ -51,6 +57,36 @@ export class RuleWriter {
   async #commit(group: readonly Waiting[]): Promise<void> {
     const batch = new Batch(this.#table);
     for (const { change } of group) change(batch);
-    if (!batch.isEmpty) await netRules(undefined, batch.finish());
+    if (!batch.isEmpty) await this.#socket.apply(batch.finish());
+  }
+}
+
+/** The host's table of tracked connections. */
+export class FlowTable implements Disposable {
+  #sockets: { reader: NetfilterSocket; writer: NetfilterSocket } | undefined;
+  #last: Promise<unknown> = Promise.resolve();
+
+  /** What an address (host byte order) has opened is no connection any more. One after the other. */
+  forget(source: number): Promise<number> {
+    const work = this.#last.then(() => this.#forget(source));
+    this.#last = work.catch(() => undefined);
+    return work;
+  }
+
+  [Symbol.dispose](): void {
+    this.#sockets?.reader[Symbol.dispose]();
+    this.#sockets?.writer[Symbol.dispose]();
+    this.#sockets = undefined;
+  }
+
+  async #forget(source: number): Promise<number> {
+    this.#sockets ??= { reader: new NetfilterSocket(), writer: new NetfilterSocket() };
+    try {
+      return await this.#sockets.writer.forget(this.#sockets.reader, source);
+    } catch (error) {
+      // Answers of the failed call may still come: not to the next one.
+      this[Symbol.dispose]();
+      throw error;
+    }
   }
 }

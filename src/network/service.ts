@@ -1,6 +1,6 @@
 import { lstat, mkdir, readdir, readlink, rm, symlink } from "node:fs/promises";
 import { join } from "node:path";
-import { netForgetFlows, netGroupDevices, netRules, netSlotCreate, netSlotDestroy } from "../../ffi/netns.ts";
+import { netGroupDevices, netNamespaceRules, netSlotCreate, netSlotDestroy } from "../../ffi/netns.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
@@ -35,7 +35,7 @@ import type { Batch } from "./nft.ts";
 import { WarmPool } from "./pool.ts";
 import { lockPool } from "./pool-lock.ts";
 import { readPolicyCounters } from "./report.ts";
-import { RuleWriter } from "./rule-writer.ts";
+import { FlowTable, RuleWriter } from "./rule-writer.ts";
 import { changePolicy, deniedCidrs, hostRuleset, namespaceRules } from "./ruleset.ts";
 import type {
   KeptSlot,
@@ -95,10 +95,10 @@ class Service implements NetworkService {
   readonly #states = new Map<number, SlotState>();
   readonly #pending = new Set<Promise<unknown>>();
   #state: "new" | "running" | "closed" = "new";
-  /** Pool locks and the egress servers. */
+  /** Pool locks, sockets and the egress servers. */
   #locks: AsyncDisposableStack | undefined;
   #dnsServer = "";
-  #writer: RuleWriter;
+  #hostRules: { readonly writer: RuleWriter; readonly flows: FlowTable } | undefined;
   #egress: Egress | undefined;
   #pool: WarmPool<SlotState> | undefined;
   #cursor = FIRST_SLOT;
@@ -108,7 +108,6 @@ class Service implements NetworkService {
     this.#log = log;
     this.#plan = createAddressPlan(options.hostInteractionCidr, options.vethCidr);
     this.#netnsDir = join(options.runtimeDir, "netns");
-    this.#writer = new RuleWriter(this.#plan.tableName);
     for (const cidr of options.alwaysDeniedCidrs) {
       if (parseCidr(cidr) === undefined) {
         throw new AenvError({
@@ -148,6 +147,10 @@ class Service implements NetworkService {
     );
     this.#egress = egress;
     await this.#installHostRules(egress);
+    this.#hostRules = {
+      writer: undo.use(new RuleWriter(this.#plan.tableName)),
+      flows: undo.use(new FlowTable()),
+    };
     await this.#warnOfForeignForwardPolicy();
     await this.#removeLeftovers(new Set(kept.keys()));
     await this.#restorePolicies(kept);
@@ -199,6 +202,11 @@ class Service implements NetworkService {
     const forget = () => this.#pending.delete(work);
     work.then(forget, forget);
     return work;
+  }
+
+  get #host() {
+    assert(this.#hostRules !== undefined, "the network service has not been started");
+    return this.#hostRules;
   }
 
   #requireRunning(): void {
@@ -375,7 +383,7 @@ class Service implements NetworkService {
     await Promise.all([
       netSlotCreate(netnsPath, addresses.hostDevice, parameters, this.#namespaceRules(addresses)),
       // The address may have been another sandbox's: its connections must mean nothing for this one.
-      netForgetFlows(addresses.hostAddress),
+      this.#host.flows.forget(addresses.hostAddress),
     ]);
     const state = this.#newState(addresses, netnsPath);
     undo.defer(() => this.#dropState(state));
@@ -403,7 +411,7 @@ class Service implements NetworkService {
     }
     this.#slots.set(index, "in_use");
     try {
-      await netRules(state.netnsPath, this.#namespaceRules(addresses));
+      await netNamespaceRules(state.netnsPath, this.#namespaceRules(addresses));
     } catch (error) {
       this.#slots.set(index, "adoptable");
       throw error;
@@ -451,7 +459,7 @@ class Service implements NetworkService {
       if (state.current === policy) return;
       state.next = policy;
       try {
-        await this.#writer.apply((batch: Batch) =>
+        await this.#host.writer.apply((batch: Batch) =>
           changePolicy(batch, state.addresses, state.current, policy),
         );
         state.current = policy;
@@ -511,7 +519,7 @@ class Service implements NetworkService {
   async #clean(state: SlotState): Promise<void> {
     this.#egress?.closeGuest(state.addresses.hostAddress);
     await this.#applyPolicy(state, DEFAULT_COMPILED);
-    await netForgetFlows(state.addresses.hostAddress);
+    await this.#host.flows.forget(state.addresses.hostAddress);
   }
 
   async #destroySlot(state: SlotState): Promise<void> {
@@ -524,8 +532,9 @@ class Service implements NetworkService {
   async #dropState(state: SlotState): Promise<void> {
     this.#egress?.closeGuest(state.addresses.hostAddress);
     await state.change;
-    if (state.current !== undefined) {
-      await this.#writer.apply((batch: Batch) =>
+    // After the service's end there is nobody to change its table; the next start makes it anew.
+    if (state.current !== undefined && this.#state !== "closed") {
+      await this.#host.writer.apply((batch: Batch) =>
         changePolicy(batch, state.addresses, state.current, undefined),
       );
       state.current = undefined;
