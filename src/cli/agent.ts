@@ -54,8 +54,18 @@ function codeOfStatus(status: number): string {
   return status >= 500 || status === 410 || status === 429 ? "unavailable" : "unknown";
 }
 
+/** Waits for the rest of an answer; a connection that breaks on the way is an AgentError `cut`. */
+async function rest<Value>(reading: Promise<Value>): Promise<Value> {
+  try {
+    return await reading;
+  } catch (cause) {
+    if (cause instanceof AgentError) throw cause;
+    throw new AgentError("cut", "the connection to the sandbox was cut", cause);
+  }
+}
+
 async function errorOf(response: Response): Promise<AgentError> {
-  const text = (await response.text()).slice(0, MAX_ERROR_BYTES).trim();
+  const text = (await rest(response.text())).slice(0, MAX_ERROR_BYTES).trim();
   if (text.startsWith("{")) {
     try {
       const body = JSON.parse(text) as { code?: unknown; message?: unknown };
@@ -122,7 +132,7 @@ export async function unary(
 ): Promise<Uint8Array> {
   const signal = AbortSignal.timeout(timeoutMs);
   const response = await post(target, method, { body: message, contentType: "application/proto", signal });
-  return new Uint8Array(await response.arrayBuffer());
+  return new Uint8Array(await rest(response.arrayBuffer()));
 }
 
 /** A message in its envelope: flag byte, big-endian length, payload. */
@@ -217,10 +227,8 @@ export async function sendStream(
     { highWaterMark: 0 },
   );
   const response = await post(target, method, { body, contentType: "application/connect+proto", signal });
-  if (response.body === null) return;
-  for await (const _ of payloads(response.body)) {
-    // The answer of a client stream is empty; its end frame tells whether all was taken.
-  }
+  // The answer itself is empty; its end frame tells whether all was taken.
+  if (response.body !== null) await rest(Array.fromAsync(payloads(response.body)));
 }
 
 /** Numbers (Linux on x86 and ARM) of the names that the agent gives signals in an end event's `status`. */

@@ -1,3 +1,4 @@
+import { createConnection, type Socket } from "node:net";
 import { CliError } from "./command.ts";
 import { type Credentials, loadCredentials } from "./credentials.ts";
 
@@ -96,31 +97,35 @@ function usesProxy(url: URL): boolean {
  */
 class ConnectWatch implements Disposable {
   readonly #timers: ReturnType<typeof setTimeout>[] = [];
+  #socket: Socket | undefined;
 
   constructor(url: URL, timeoutMs: number, unreachable: () => void) {
     if (usesProxy(url)) return;
     // A server that answers at once is not bothered.
     const grace = Math.min(1_000, timeoutMs / 2);
     this.#timers.push(
+      setTimeout(() => this.#tryConnection(url), grace),
       setTimeout(() => {
-        this.#timers.push(setTimeout(unreachable, timeoutMs - grace));
-        Bun.connect({
-          hostname: url.hostname.replace(/^\[|\]$/g, ""),
-          port: Number(url.port) || (url.protocol === "https:" ? 443 : 80),
-          socket: {
-            open: (socket) => {
-              this[Symbol.dispose]();
-              socket.end();
-            },
-            data: () => undefined,
-          },
-        }).catch(() => this[Symbol.dispose]()); // Refused: the request itself is told so.
-      }, grace),
+        if (this.#socket?.connecting === true) unreachable();
+      }, timeoutMs),
     );
+  }
+
+  #tryConnection(url: URL): void {
+    const host = url.hostname.replace(/^\[|\]$/g, "");
+    const socket = createConnection({
+      host,
+      port: Number(url.port) || (url.protocol === "https:" ? 443 : 80),
+    });
+    this.#socket = socket;
+    socket.on("connect", () => socket.destroy());
+    // Refused: the request itself is told so.
+    socket.on("error", () => socket.destroy());
   }
 
   [Symbol.dispose](): void {
     for (const timer of this.#timers) clearTimeout(timer);
+    this.#socket?.destroy();
   }
 }
 

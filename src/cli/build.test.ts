@@ -1,7 +1,10 @@
-import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import { type Build, CliRig } from "../../tests/support/cli-rig.ts";
 import { Api } from "./api.ts";
 import { followBuild, templateNameOf } from "./build.ts";
+
+// Processes and terminals: a busy machine takes its time.
+setDefaultTimeout(60_000);
 
 let rig: CliRig;
 beforeAll(async () => {

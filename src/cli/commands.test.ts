@@ -1,4 +1,4 @@
-import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import { mkdirSync, readdirSync, readFileSync, rmSync, statSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { API_KEY, CliRig } from "../../tests/support/cli-rig.ts";
@@ -7,6 +7,9 @@ import { version } from "../version.ts";
 import { parseInvocation } from "./command.ts";
 import { COMMANDS } from "./commands.ts";
 import { formatTable, plainText } from "./output.ts";
+
+// Processes and terminals: a busy machine takes its time.
+setDefaultTimeout(60_000);
 
 let rig: CliRig;
 beforeAll(async () => {
@@ -206,6 +209,8 @@ describe("sandbox commands", () => {
       expect((await rig.aenv(["start", "a", "-d"])).err).toBe(
         "Error: HTTP 500: no start\n  caused by: no disk\n  caused by: quota\n  buy one\n",
       );
+      text = JSON.stringify({ message: "one\r\ntwo\x1b[2J\x07three" });
+      expect((await rig.aenv(["list"])).err).toBe("Error: HTTP 500: one\ntwo three\n");
       text = "  gateway says no ";
       expect((await rig.aenv(["list"])).err).toBe("Error: HTTP 500: gateway says no\n");
       text = "";

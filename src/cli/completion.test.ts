@@ -1,5 +1,8 @@
-import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { CliRig } from "../../tests/support/cli-rig.ts";
+import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
+import { CliRig, type OnTerminal } from "../../tests/support/cli-rig.ts";
+
+// Processes and terminals: a busy machine takes its time.
+setDefaultTimeout(60_000);
 
 let rig: CliRig;
 let running: string;
@@ -141,6 +144,18 @@ describe("scripts", () => {
     return out.split("\n").filter((word) => word !== "");
   };
 
+  /** Types each line at a prompt and looks at what has become of it. */
+  const completesTyped = async (terminal: OnTerminal, lines: readonly (readonly [string, string])[]) => {
+    for (const [typed, completed] of lines) {
+      const since = terminal.screen().length;
+      // Makes the line an argument of echo, whatever way the editor has drawn it.
+      terminal.type(`${typed}\x01echo "<\x05>"\r`);
+      // Bracketed paste is switched off in front of the answer.
+      await terminal.shows(new RegExp(`[\\r\\n]<${completed}`), 10_000, since);
+      await terminal.shows("prompt> ", 5_000, since + typed.length);
+    }
+  };
+
   test("bash", async () => {
     expect(await inBash("aenv pa")).toEqual(["pause"]);
     expect(await inBash("aenv   template   w")).toEqual(["watch"]);
@@ -162,19 +177,14 @@ describe("scripts", () => {
       "source <(aenv completion bash); bind 'set enable-bracketed-paste off'; echo loaded-$((1 + 1))\r",
     );
     await terminal.shows("loaded-2");
-    for (const [typed, shown] of [
-      ["aenv list --output=j\t", "aenv list --output=json "],
-      ["aenv start base-dev:\t", "aenv start base-dev:v2 "],
-      ["aenv resu\t", "aenv resume "],
-      [`aenv exec ${running.slice(0, -4)}\t`, `aenv exec ${running} `],
-    ] as const) {
-      const since = terminal.screen().length;
-      terminal.type(typed);
-      await terminal.shows(shown, 10_000, since);
-      terminal.type("\x03");
-      await terminal.shows("prompt> ", 5_000, since + shown.length);
-    }
-    terminal.type("exit\r");
+    await terminal.shows("prompt> ", 5_000, terminal.screen().lastIndexOf("loaded-2"));
+    await completesTyped(terminal, [
+      ["aenv resu\t", "aenv resume"],
+      ["aenv list --output=j\t", "aenv list --output=json"],
+      ["aenv start base-dev:\t", "aenv start base-dev:v2"],
+      [`aenv exec ${running.slice(0, -4)}\t`, `aenv exec ${running}`],
+    ]);
+    process.kill(terminal.pid, "SIGKILL");
     await terminal.exited;
   });
 
@@ -195,24 +205,16 @@ describe("scripts", () => {
         terminal.type(`${load}; echo loaded-$((1 + 1))\r`);
         await terminal.shows("loaded-2");
         await terminal.shows("prompt> ", 5_000, terminal.screen().lastIndexOf("loaded-2"));
-        for (const [typed, completed] of [
-          ["aenv resu\t", "<aenv resume"],
-          ["aenv list --output=j\t", "<aenv list --output=json"],
-          [`aenv exec ${running.slice(0, -4)}\t`, `<aenv exec ${running}`],
-          ["aenv start base-dev\t", "<aenv start base-dev:v2"],
-        ] as const) {
-          const since = terminal.screen().length;
-          // Makes the line an argument of echo, whatever way the editor has drawn it.
-          terminal.type(`${typed}\x01echo "<\x05>"\r`);
-          await terminal.shows(`\n${completed}`, 10_000, since);
-          await terminal.shows("prompt> ", 5_000, since + typed.length);
-        }
+        await completesTyped(terminal, [
+          ["aenv resu\t", "aenv resume"],
+          ["aenv list --output=j\t", "aenv list --output=json"],
+          [`aenv exec ${running.slice(0, -4)}\t`, `aenv exec ${running}`],
+          ["aenv start base-dev\t", "aenv start base-dev:v2"],
+        ]);
         const since = terminal.screen().length;
         terminal.type("aenv cn \t\t");
         await terminal.shows("python (paused)", 10_000, since);
-        terminal.type("\x03");
-        await Bun.sleep(100);
-        terminal.type("exit\r");
+        process.kill(terminal.pid, "SIGKILL");
         await terminal.exited;
       }
     },

@@ -1,10 +1,13 @@
-import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import { spawn } from "node:child_process";
 import { createHash } from "node:crypto";
 import { existsSync } from "node:fs";
 import { join } from "node:path";
 import { CliRig, noGuest } from "../../tests/support/cli-rig.ts";
 import { exitStatus } from "./agent.ts";
+
+// Processes and terminals: a busy machine takes its time.
+setDefaultTimeout(60_000);
 
 if (noGuest !== undefined) console.warn(`skipped: aenv exec: ${noGuest}`);
 

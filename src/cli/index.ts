@@ -2,6 +2,7 @@ import { errorChain } from "../lib/errors.ts";
 import { commit, version } from "../version.ts";
 import { CliError, type Command, columns, commandHelp, nearest, parseInvocation, usage } from "./command.ts";
 import { COMMANDS, SERVER_PROGRAMS } from "./commands.ts";
+import { plainLines } from "./output.ts";
 
 const VISIBLE = COMMANDS.filter((command) => command.hidden !== true);
 
@@ -112,10 +113,10 @@ async function run(argv: readonly string[]): Promise<number> {
 /** Tells the user what went wrong; returns the exit status for it. */
 function report(error: unknown): number {
   const [message, ...causes] = errorChain(error);
-  process.stderr.write(`Error: ${message}\n`);
-  for (const cause of causes) process.stderr.write(`  caused by: ${cause}\n`);
+  process.stderr.write(`Error: ${plainLines(message ?? "unknown")}\n`);
+  for (const cause of causes) process.stderr.write(`  caused by: ${plainLines(cause)}\n`);
   if (!(error instanceof CliError)) return 1;
-  if (error.hint !== undefined) process.stderr.write(`  ${error.hint}\n`);
+  if (error.hint !== undefined) process.stderr.write(`  ${plainLines(error.hint)}\n`);
   return error.exitCode;
 }
 

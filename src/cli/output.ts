@@ -18,6 +18,11 @@ export function plainText(text: string): string {
     .trimEnd();
 }
 
+/** Foreign text of several lines, without control sequences. */
+export function plainLines(text: string): string {
+  return text.split(/\r?\n/).map(plainText).join("\n").trimEnd();
+}
+
 /** Columns two spaces apart under upper-case headers; a missing cell is `-`. */
 export function formatTable(
   headers: readonly string[],
