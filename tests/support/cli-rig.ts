@@ -45,6 +45,16 @@ export interface Build {
   readonly request: BuildStartRequest;
 }
 
+/** A service of which the command line uses only these members: any other one fails loudly. */
+function only<Service extends object>(members: Partial<Service>): Service {
+  return new Proxy(members, {
+    get(target, name) {
+      if (name in target) return target[name as keyof Service];
+      throw new Error(`the rig has no ${String(name)}`);
+    },
+  }) as Service;
+}
+
 /**
  * A server of real parts (front, proxy, API) over an orchestrator and a template service in memory. Its
  * guest is the real agent on an address of this machine; all sandboxes share it.
@@ -333,8 +343,7 @@ export class CliRig implements AsyncDisposable {
       return record;
     };
     const deadline = (seconds: number) => new Date(Date.now() + seconds * 1000).toISOString();
-    return {
-      start: async () => undefined,
+    return only<Orchestrator>({
       create: async (request) => {
         if (request.template === "missing") {
           throw new AenvError({
@@ -389,13 +398,10 @@ export class CliRig implements AsyncDisposable {
         }
         return { kind: "ready", hostAddress: this.#address, instanceId: id, gone: gone.signal };
       },
-      autoResume: async () => undefined,
       accessToken: (id) => `envd-${id}`,
       trafficToken: (id) => `traffic-${id}`,
       timings: () => ({}),
-      shutdown: async () => undefined,
-      [Symbol.asyncDispose]: async () => undefined,
-    };
+    });
   }
 
   #templateService(): TemplateService {
@@ -412,8 +418,7 @@ export class CliRig implements AsyncDisposable {
     };
     const resolve = (name: string) =>
       [...this.templates.values()].find((record) => record.id === name || record.aliases.includes(name));
-    return {
-      start: async () => undefined,
+    return only<TemplateService>({
       create: async (request) => {
         const record = this.template(request.name, "waiting");
         return { templateId: record.id, buildId: record.id, alias: request.name, tags: ["default"] };
@@ -445,7 +450,6 @@ export class CliRig implements AsyncDisposable {
         }
         this.templates.delete(record.id);
       },
-      [Symbol.asyncDispose]: async () => undefined,
-    };
+    });
   }
 }
