@@ -1,3 +1,3 @@
-export { formatName, parseAlias, parseName, type SnapshotName } from "./names.ts";
+export { DEFAULT_TAG, formatName, parseAlias, parseName, type SnapshotName } from "./names.ts";
 export { createPosixRepository, type PosixRepositoryOptions } from "./posix.ts";
 export type * from "./types.ts";

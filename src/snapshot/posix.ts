@@ -447,7 +447,7 @@ class PosixRepository implements SnapshotRepository {
     const record = isUuid(text) ? await this.#readStored(text.toLowerCase()) : await this.#storedByName(text);
     if (record === undefined) return;
     await unlinkIfThere(this.#marker(record.id));
-    for (const name of record.aliases) await this.#unbind(name, record.id);
+    for (const name of record.aliases) await this.unbindAlias(name, record.id);
     await removeTree(join(this.#snapshots, record.id));
     {
       using _ = await this.#lock("record", record.id);
@@ -464,7 +464,8 @@ class PosixRepository implements SnapshotRepository {
     return record === undefined ? undefined : this.#readStored(record.id);
   }
 
-  async #unbind(text: string, id: string): Promise<void> {
+  async unbindAlias(text: string, id: string): Promise<void> {
+    await this.#prepare();
     const name = parseAlias(text);
     using _ = await this.#lock("alias", name.base);
     const document = await this.#readAlias(name.base);

@@ -83,6 +83,8 @@ export interface SnapshotRepository {
    * it (a snapshot's name may be taken over by another snapshot), `invalid_alias` 400.
    */
   bindAlias(alias: string, id: string): Promise<void>;
+  /** Takes the name from the record; nothing happens when it points elsewhere or nowhere. */
+  unbindAlias(alias: string, id: string): Promise<void>;
   /**
    * Takes a captured state's files into the repository (content-addressed, by hard link where the file
    * system allows) and commits the record in one step. The given state's own files may be removed after.

@@ -8,7 +8,7 @@ import { isUuid, newId } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
 import { createAgentClient } from "../sandbox/index.ts";
 import type { CommandOutcome, RunningSandbox, SandboxFactory } from "../sandbox/types.ts";
-import { formatName, parseAlias } from "../snapshot/index.ts";
+import { DEFAULT_TAG, formatName, parseAlias, parseName } from "../snapshot/index.ts";
 import type { BuildRecord, SnapshotRecord, SnapshotRepository, StartupContext } from "../snapshot/types.ts";
 import { BuildGuest } from "./guest.ts";
 import { BuildLog } from "./log.ts";
@@ -236,21 +236,93 @@ class Templates implements TemplateService {
       record.source.kind === "sandbox"
         ? [record]
         : (await repository.list()).filter((build) => build.templateId === record.templateId);
-    const busy = doomed.find((build) => this.#active.has(build.id) || this.#starting.has(build.id));
-    if (busy !== undefined) {
-      throw new AenvError({
-        code: "template_busy",
-        status: 409,
-        message: `template ${name} cannot be deleted while its build ${busy.id} runs`,
-        remediation: "wait until the build has ended",
-      });
-    }
+    this.#refuseWhileBuilding(doomed, `template ${name} cannot be deleted`);
     for (const build of doomed) {
       await repository.delete(build.id);
       await removeTree(join(this.#logsDir, `${build.id}.json`));
     }
     log.info({ templateId: record.templateId, builds: doomed.length }, "template deleted");
     onDeleted?.();
+  }
+
+  #refuseWhileBuilding(builds: readonly SnapshotRecord[], what: string): void {
+    const busy = builds.find((build) => this.#active.has(build.id) || this.#starting.has(build.id));
+    if (busy === undefined) return;
+    throw new AenvError({
+      code: "template_busy",
+      status: 409,
+      message: `${what} while its build ${busy.id} runs`,
+      remediation: "wait until the build has ended",
+    });
+  }
+
+  // ---- tags -------------------------------------------------------------------------------------
+
+  async assignTags(target: string, tags: readonly string[]): Promise<{ buildId: string; tags: string[] }> {
+    const { base } = parseAlias(target);
+    const names = tags.map((tag) => parseAlias(`${base}:${tag}`));
+    const record = await this.#options.repository.resolve(target);
+    if (record === undefined || record.source.kind !== "template") throw notFound(target);
+    await this.#bind(
+      names.map((name) => formatName(name.base, name.tag)),
+      record.id,
+    );
+    return { buildId: record.id, tags: [...new Set(names.map((name) => name.tag))] };
+  }
+
+  async removeTags(text: string, tags: readonly string[]): Promise<void> {
+    const { base } = parseAlias(text);
+    const names = tags.map((tag) => parseAlias(`${base}:${tag}`));
+    if (names.some((name) => name.tag === DEFAULT_TAG)) {
+      throw new AenvError({
+        code: "invalid_request",
+        status: 400,
+        message: `the tag ${DEFAULT_TAG} of ${base} cannot be removed`,
+        remediation: "point it at another build, or delete the template",
+      });
+    }
+    const owner = await this.#owner(base);
+    if (owner?.source.kind !== "template") throw notFound(base);
+    for (const { tag } of names) {
+      const name = formatName(base, tag);
+      const record = await this.#options.repository.resolve(name);
+      if (record !== undefined) await this.#options.repository.unbindAlias(name, record.id);
+    }
+  }
+
+  async tags(name: string): Promise<{ tag: string; buildId: string; createdAt: string }[]> {
+    const builds = await this.#builds(name);
+    const entries = builds.flatMap((build) =>
+      build.aliases.map((alias) => ({
+        tag: parseAlias(alias).tag,
+        buildId: build.id,
+        createdAt: build.createdAt,
+      })),
+    );
+    return entries.sort((a, b) => (a.createdAt === b.createdAt ? 0 : a.createdAt < b.createdAt ? 1 : -1));
+  }
+
+  async setPublic(name: string, isPublic: boolean): Promise<string[]> {
+    const builds = await this.#builds(name);
+    // A running build stores its own record: a change from here could undo it.
+    this.#refuseWhileBuilding(builds, `template ${name} cannot be changed`);
+    for (const build of builds) {
+      if (build.public !== isPublic) await this.#options.repository.put({ ...build, public: isPublic });
+    }
+    return [...new Set(builds.flatMap((build) => build.aliases))];
+  }
+
+  /** All builds of a template that is there under an id or a name. */
+  async #builds(name: string): Promise<SnapshotRecord[]> {
+    const { repository } = this.#options;
+    const parsed = parseName(name);
+    const record =
+      (await repository.resolve(name)) ??
+      (parsed === undefined || parsed.isId ? undefined : await this.#owner(parsed.base));
+    const templateId = record?.templateId ?? name.toLowerCase();
+    const builds = (await this.list()).filter((build) => build.templateId === templateId);
+    if (builds.length === 0) throw notFound(name);
+    return builds;
   }
 
   // ---- builds -----------------------------------------------------------------------------------

@@ -49,4 +49,12 @@ export interface TemplateService extends AsyncDisposable {
   /** By template id or alias. */
   resolve(name: string): Promise<SnapshotRecord | undefined>;
   delete(name: string): Promise<void>;
+  /** Points `name:tag` at the build that `target` (`name[:tag]`) names, for every tag. 404 without one. */
+  assignTags(target: string, tags: readonly string[]): Promise<{ buildId: string; tags: string[] }>;
+  /** Unknown tags are ignored; the tag `default` cannot be removed (400); unknown name: 404. */
+  removeTags(name: string, tags: readonly string[]): Promise<void>;
+  /** One entry per tag, the newest build's first. `createdAt` is the build's. */
+  tags(name: string): Promise<{ tag: string; buildId: string; createdAt: string }[]>;
+  /** Marks all builds of a template; returns its names. */
+  setPublic(name: string, isPublic: boolean): Promise<string[]>;
 }
