@@ -6,6 +6,7 @@ const floors = [
   ["server"],
   ["api"],
   ["proxy"],
+  ["observability"],
   ["orchestrator"],
   ["template"],
   ["snapshot"],
@@ -17,6 +18,7 @@ const floors = [
   ["storage/blockd"],
   ["storage/export"],
   ["storage/overlaybd"],
+  ["storage/io"],
 ];
 
 const room = (name) => (name === "server" ? "^src/server\\.ts$" : `^src/${name}/`);

@@ -16,14 +16,15 @@ import { createLogger, type Logger } from "./lib/log.ts";
 import { selfCommand } from "./lib/self.ts";
 import { createMemoryService } from "./memory/index.ts";
 import { createNetworkService } from "./network/index.ts";
+import { createObserver } from "./observability/index.ts";
 import { createOrchestrator, hasTokenProtectedSandboxes, lockHome } from "./orchestrator/index.ts";
 import { startFront } from "./proxy/index.ts";
-import { createSandboxFactory } from "./sandbox/index.ts";
+import { consoleLogPath, createSandboxFactory } from "./sandbox/index.ts";
 import { resolveRuntime } from "./setup/index.ts";
 import { createPosixRepository } from "./snapshot/index.ts";
 import { superviseBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
-import { version } from "./version.ts";
+import { commit, version } from "./version.ts";
 import { createQemuDriver } from "./vmm/index.ts";
 
 const HELP = `Runs the server: the E2B-compatible API, the proxy into sandboxes, and their lifecycle.
@@ -157,8 +158,27 @@ async function startNode(config: NodeConfig, log: Logger) {
     neededByPersisted: hasTokenProtectedSandboxes(statePath),
   });
   for (const warning of seed.warnings) log.warn(warning);
+  const observerLog = log.child({ room: "observability" });
+  const observer = stack.use(
+    createObserver({
+      identity: config.nodeIdentity,
+      version,
+      commit,
+      nodeVisible: config.observability.enabled,
+      consolePath: (sandboxId) => consoleLogPath(join(home, "sandboxes"), sandboxId, observerLog),
+      blockUse: async () => {
+        const { devices } = await blockd.client.stats();
+        return {
+          devices: devices.length,
+          upperBytes: devices.reduce((sum, device) => sum + device.upperDataBytes, 0),
+        };
+      },
+      log: observerLog,
+    }),
+  );
   const orchestrator = stack.use(
     createOrchestrator({
+      onEvent: (event) => observer.onEvent(event),
       repository,
       sandboxes,
       statePath,
@@ -192,6 +212,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     }),
   );
 
+  observer.start(orchestrator);
   await network.start([]);
   await orchestrator.start();
   await templates.start();
@@ -199,6 +220,7 @@ async function startNode(config: NodeConfig, log: Logger) {
   const api = createControlApi({
     orchestrator,
     templates,
+    observer,
     apiKeys: [apiKey.value],
     defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
     sandboxProxyDomains: config.sandboxProxy.domains,
@@ -213,8 +235,11 @@ async function startNode(config: NodeConfig, log: Logger) {
     apiKeys: [apiKey.value],
     control: api,
     orchestrator,
+    onExchange: ({ source, method, status, seconds }) =>
+      observer.request(source, method, "/*", status, seconds),
     log: log.child({ room: "proxy" }),
   });
+  observer.gauge("agentenv_proxy_connections", "Open client connections.", () => front.connections);
   stack.defer(() => front.stop(STOP_GRACE_MS));
   // The probe of a new host takes seconds: the first start that needs its verdict waits, not the listener.
   vmm.probe().then(

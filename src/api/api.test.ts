@@ -3,16 +3,25 @@ import { Sandbox } from "e2b";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
+import { createObserver } from "../observability/index.ts";
 import type { CreateSandboxRequest, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
 import { type Front, startFront } from "../proxy/index.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
-import type { BuildStartRequest, TemplateService } from "../template/types.ts";
+import type { BuildStartRequest } from "../template/types.ts";
+import { errorResponse } from "./errors.ts";
+import { IdempotentCalls } from "./idempotency.ts";
 import { type ControlApi, createControlApi } from "./index.ts";
 import { documentPath } from "./openapi.ts";
+import { Ordering, paginate } from "./pagination.ts";
+import * as schemas from "./schemas.ts";
+import type { ApiOrchestrator, ApiTemplates } from "./types.ts";
 
 const API_KEY = `e2b_${"0123456789abcdef".repeat(4)}`;
 const log = createLogger("api-test");
 log.level = "silent";
+
+/** What the listener needs besides. */
+type FrontPart = "access" | "route" | "autoResume";
 
 /** Lifecycle rules without machines: the state machine itself is tested in its own room. */
 function fakeOrchestrator() {
@@ -31,8 +40,7 @@ function fakeOrchestrator() {
     return record;
   };
   const deadline = (seconds: number) => new Date(Date.now() + seconds * 1000).toISOString();
-  const orchestrator: Orchestrator = {
-    start: async () => undefined,
+  const orchestrator: ApiOrchestrator & Pick<Orchestrator, FrontPart> = {
     async create(request) {
       if (request.template === "broken") throw new TypeError("a secret internal detail");
       if (request.template === "missing") {
@@ -102,8 +110,6 @@ function fakeOrchestrator() {
     accessToken: (id) => `envd-${id}`,
     trafficToken: (id) => `traffic-${id}`,
     timings: () => ({}),
-    shutdown: async () => undefined,
-    [Symbol.asyncDispose]: async () => undefined,
   };
   return { orchestrator, records, requests };
 }
@@ -125,8 +131,7 @@ function fakeTemplates() {
     level: i % 2 === 0 ? ("info" as const) : ("debug" as const),
     message: `line ${i}`,
   }));
-  const templates: TemplateService = {
-    start: async () => undefined,
+  const templates: ApiTemplates = {
     create: async (request) => ({
       templateId: template.templateId,
       buildId: template.id,
@@ -157,11 +162,22 @@ function fakeTemplates() {
         });
       }
     },
-    [Symbol.asyncDispose]: async () => undefined,
+    assignTags: async (_target, tags) => ({ buildId: template.id, tags: [...tags] }),
+    removeTags: async () => undefined,
+    tags: async () => [{ tag: "default", buildId: template.id, createdAt: template.createdAt }],
+    setPublic: async () => ["base"],
   };
   return { templates, template, started };
 }
 
+const observer = createObserver({
+  identity: { nodeId: "node-1", clusterId: newId(), serviceInstanceId: newId() },
+  version: "1.2.3",
+  commit: "abc",
+  nodeVisible: true,
+  consolePath: async () => undefined,
+  log,
+});
 let api: ControlApi;
 let front: Front;
 let base: string;
@@ -172,6 +188,7 @@ beforeAll(() => {
   api = createControlApi({
     orchestrator: fake.orchestrator,
     templates: fakes.templates,
+    observer,
     apiKeys: [API_KEY],
     defaultTimeoutSeconds: 15,
     sandboxProxyDomains: [],
@@ -449,6 +466,210 @@ describe("templates", () => {
     expect((await call("DELETE", "/templates/base")).status).toBe(204);
     expect((await call("DELETE", "/templates/gone")).json.code).toBe(404);
   });
+});
+
+describe("idempotency keys", () => {
+  const create = (key: string, body: object, path = "/v2/sandboxes") =>
+    call("POST", path, body, { "idempotency-key": key });
+
+  test("one key, one sandbox: repeated, concurrent, and told apart from others", async () => {
+    const replies = await Promise.all([1, 2, 3].map(() => create("k1", { templateID: "base" })));
+    const later = await create("k1", { templateID: "base" });
+    expect(new Set([...replies, later].map((reply) => reply.json.sandboxID)).size).toBe(1);
+    expect([...replies, later].map((reply) => reply.status)).toEqual([201, 201, 201, 201]);
+    expect(later.headers.get("idempotency-replayed")).toBe("true");
+    expect((await create("k2", { templateID: "base" })).json.sandboxID).not.toBe(later.json.sandboxID);
+    // The same key on another endpoint is another request.
+    expect((await create("k1", { templateID: "base" }, "/sandboxes")).json.sandboxID).not.toBe(
+      later.json.sandboxID,
+    );
+  });
+
+  test("another body is refused, a failure is not remembered, a bad key is told", async () => {
+    await create("k3", { templateID: "base" });
+    expect(await create("k3", { templateID: "base", timeout: 5 })).toMatchObject({
+      status: 422,
+      json: { code: 422, error_code: "idempotency_key_reused" },
+    });
+    expect((await create("k4", { templateID: "missing" })).status).toBe(404);
+    expect((await create("k4", { templateID: "base" })).status).toBe(201);
+    expect((await create("x".repeat(256), { templateID: "base" })).status).toBe(400);
+  });
+
+  test("kept for a time and in number", async () => {
+    let now = 0;
+    let made = 0;
+    const calls = new IdempotentCalls(1000, 3, () => now);
+    const run = async (key: string) => {
+      const request = new Request("http://x/", { headers: { "idempotency-key": key } });
+      return (await calls.run("s", request, {}, async () => ({ status: 201, json: ++made }))).json;
+    };
+    expect([await run("a"), await run("a")]).toEqual([1, 1]);
+    now = 1001;
+    expect(await run("a")).toBe(2);
+    for (const key of ["b", "c", "d"]) await run(key);
+    expect(await run("d")).toBe(5);
+    expect(await run("a")).toBe(6);
+  });
+});
+
+describe("figures, logs, nodes, teams", () => {
+  test("metrics: none yet is an empty list, bounds are checked, unknown is 404", async () => {
+    const { sandboxID } = (await call("POST", "/v2/sandboxes", { templateID: "base" })).json;
+    expect((await call("GET", `/sandboxes/${sandboxID}/metrics`)).json).toEqual([]);
+    expect((await call("GET", `/sandboxes/${sandboxID}/metrics?start=2&end=1`)).status).toBe(400);
+    expect((await call("GET", `/sandboxes/${sandboxID}/metrics?start=x`)).status).toBe(400);
+    expect((await call("GET", `/sandboxes/${newId()}/metrics`)).json.code).toBe(404);
+    expect((await call("GET", `/sandboxes/metrics?sandbox_ids=${sandboxID},${newId()},x`)).json).toEqual({
+      sandboxes: {},
+    });
+    const many = Array.from({ length: 101 }, newId).join(",");
+    expect((await call("GET", `/sandboxes/metrics?sandbox_ids=${many}`)).status).toBe(400);
+  });
+
+  test("logs: windows, order, level and text", async () => {
+    const { sandboxID } = (await call("POST", "/v2/sandboxes", { templateID: "base" })).json;
+    const at = 1_800_000_000_000;
+    observer.onEvent({
+      kind: "created",
+      sandboxId: sandboxID,
+      atMs: at,
+      durationMs: 12.34,
+      phases: { vmm: 9 },
+    });
+    observer.onEvent({ kind: "pause_failed", sandboxId: sandboxID, atMs: at + 1000, reason: "disk full" });
+    const first = (await call("GET", `/sandboxes/${sandboxID}/logs`)).json;
+    expect(first.logs.map((entry: { line: string }) => entry.line)).toEqual([
+      "sandbox runs",
+      "pause failed: disk full",
+    ]);
+    expect(first.logEntries[0]).toEqual({
+      timestamp: new Date(at).toISOString(),
+      message: "sandbox runs",
+      level: "info",
+      fields: { source: "lifecycle", event: "created", durationMs: "12.3", "phase.vmm": "9" },
+    });
+    expect((await call("GET", `/sandboxes/${sandboxID}/logs?start=${at + 1}`)).json.logs).toHaveLength(1);
+    const v2 = async (query: string) =>
+      (await call("GET", `/v2/sandboxes/${sandboxID}/logs?${query}`)).json.logs.map(
+        (entry: { message: string }) => entry.message.split(" ")[0],
+      );
+    expect(await v2("")).toEqual(["pause", "sandbox"]);
+    expect(await v2("direction=forward")).toEqual(["sandbox", "pause"]);
+    expect(await v2("level=error")).toEqual(["pause"]);
+    expect(await v2("search=runs")).toEqual(["sandbox"]);
+    expect(await v2(`cursor=${at}`)).toEqual(["sandbox"]);
+    expect(await v2(`direction=forward&cursor=${at + 1}&limit=1`)).toEqual(["pause"]);
+    expect((await call("GET", `/v2/sandboxes/${sandboxID}/logs?limit=1001`)).status).toBe(400);
+    expect((await call("GET", `/sandboxes/${newId()}/logs`)).status).toBe(404);
+  });
+
+  test("nodes: this one, by id and cluster", async () => {
+    const [node] = (await call("GET", "/nodes")).json;
+    expect(node).toMatchObject({ id: "node-1", status: "ready", version: "1.2.3", commit: "abc" });
+    expect(node.metrics.memoryTotalBytes).toBeGreaterThan(2 ** 28);
+    expect(node.metrics.disks.some((disk: { mountPoint: string }) => disk.mountPoint === "/")).toBe(true);
+    expect((await call("GET", `/nodes?clusterID=${node.clusterID}`)).json).toHaveLength(1);
+    expect((await call("GET", `/nodes?clusterID=${newId()}`)).json).toEqual([]);
+    const detail = (await call("GET", "/nodes/node-1")).json;
+    expect(detail.sandboxes.length).toBeGreaterThan(0);
+    expect(detail.cachedBuilds).toEqual([]);
+    expect(detail).not.toHaveProperty("sandboxStartingCount");
+    expect((await call("GET", "/nodes/node-2")).json).toMatchObject({ code: 404 });
+    expect((await fetch(`${base}/nodes`)).status).toBe(401);
+    // What is answered is what the document says.
+    expect(schemas.Node.safeParse(node).error).toBeUndefined();
+    expect(schemas.NodeDetail.safeParse(detail).error).toBeUndefined();
+  });
+
+  test("teams never show a key", async () => {
+    expect((await call("GET", "/teams")).json).toMatchObject([
+      { name: "default", apiKey: "", isDefault: true },
+    ]);
+  });
+
+  test("custom extension parameters without an extension", async () => {
+    const { sandboxID } = (await call("POST", "/v2/sandboxes", { templateID: "base" })).json;
+    const path = `/sandboxes/${sandboxID}/custom-extension-params`;
+    expect((await call("GET", path)).json).toEqual({});
+    expect((await call("PATCH", path, { a: 1 })).json.error_code).toBe("custom_extension_not_configured");
+    expect((await call("PATCH", path, [1])).status).toBe(400);
+    expect((await call("PATCH", `/sandboxes/${newId()}/custom-extension-params`, {})).status).toBe(404);
+    await call("POST", `/sandboxes/${sandboxID}/pause`);
+    expect((await call("PATCH", path, { a: 1 })).status).toBe(409);
+  });
+});
+
+test("template tags and publication", async () => {
+  expect((await call("POST", "/templates/tags", { target: "base:v1", tags: ["v2"] })).json).toEqual({
+    buildID: fakes.template.id,
+    tags: ["v2"],
+  });
+  expect((await call("POST", "/templates/tags", { target: "base" })).json.message).toContain("tags");
+  expect((await call("DELETE", "/templates/tags", { name: "base", tags: ["v2"] })).status).toBe(204);
+  expect((await call("GET", "/templates/base/tags")).json[0]).toMatchObject({ tag: "default" });
+  expect((await call("PATCH", "/v2/templates/base", { public: false })).json).toEqual({ names: ["base"] });
+  expect((await call("PATCH", "/templates/base", { public: true })).json).toEqual({});
+  expect((await call("PATCH", "/v2/templates/base", {})).status).toBe(400);
+});
+
+test("what a client says of its body does not matter; what a path takes is told", async () => {
+  for (const type of [
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "application/json; charset=utf-8",
+    "nonsense",
+  ]) {
+    const reply = await call("POST", "/v2/sandboxes", { templateID: "base" }, { "content-type": type });
+    expect(reply.status).toBe(201);
+  }
+  const wrong = await call("PUT", "/sandboxes");
+  expect(wrong.status).toBe(404);
+  expect(wrong.headers.get("allow")).toBe("POST, GET");
+  expect(wrong.json.remediation).toContain("GET");
+  expect((await fetch(`${base}/health`, { method: "HEAD" })).status).toBe(204);
+});
+
+test("429 always says when to come back", async () => {
+  const retry = async (headers?: Record<string, string>) => {
+    const reply = errorResponse(
+      new AenvError({
+        code: "busy",
+        status: 429,
+        message: "busy",
+        ...(headers === undefined ? {} : { headers }),
+      }),
+    );
+    return [reply.status, reply.headers.get("retry-after")];
+  };
+  expect(await retry()).toEqual([429, "5"]);
+  expect(await retry({ "Retry-After": "30" })).toEqual([429, "30"]);
+});
+
+test("10,000 sandboxes: pages in order, cheap, in whatever order they come", () => {
+  const records = Array.from({ length: 10_000 }, (_, i) => ({
+    createdAt: new Date(1_800_000_000_000 + Math.floor(i / 3)).toISOString(),
+    id: `id-${String(i).padStart(6, "0")}`,
+  }));
+  const expected = records.toSorted((a, b) =>
+    a.createdAt === b.createdAt ? (a.id < b.id ? -1 : 1) : a.createdAt < b.createdAt ? 1 : -1,
+  );
+  const shuffled = records.toSorted((a, b) => (Bun.hash(a.id) < Bun.hash(b.id) ? -1 : 1));
+  for (const source of [records, records.toReversed(), shuffled]) {
+    const seen: typeof records = [];
+    for (let nextToken: string | undefined; ; ) {
+      const page = paginate(source, (item) => item, { limit: 2500, nextToken });
+      seen.push(...page.items);
+      nextToken = page.nextToken;
+      if (nextToken === undefined) break;
+    }
+    expect(seen).toEqual(expected);
+  }
+  const ordering = new Ordering((item: (typeof records)[number]) => item);
+  const began = performance.now();
+  for (let i = 0; i < 20; i++) ordering.of(records, false);
+  // Two to three milliseconds on a slow machine; a sort of all takes several times that.
+  expect((performance.now() - began) / 20).toBeLessThan(30);
 });
 
 test("preflight and exposed headers", async () => {

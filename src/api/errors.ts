@@ -20,7 +20,8 @@ export function errorResponse(error: unknown): Response {
         ...(cause.length > 0 ? { cause } : {}),
         ...(error.remediation === undefined ? {} : { remediation: error.remediation }),
       },
-      error.headers,
+      // Clients wait as long as they are told to, and not at all when they are told nothing.
+      error.status === 429 ? { "retry-after": "5", ...lowerCase(error.headers) } : error.headers,
     );
   }
   return jsonError({
@@ -28,6 +29,10 @@ export function errorResponse(error: unknown): Response {
     message: "internal error; the server's log has the details under the request id in x-request-id",
     error_code: "internal_server_error",
   });
+}
+
+function lowerCase(headers: Readonly<Record<string, string>> = {}): Record<string, string> {
+  return Object.fromEntries(Object.entries(headers).map(([name, value]) => [name.toLowerCase(), value]));
 }
 
 function jsonError(body: ErrorBodyJson, headers: Readonly<Record<string, string>> = {}): Response {

@@ -1,20 +1,22 @@
 import { Elysia } from "elysia";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
-import type { Logger } from "../lib/log.ts";
-import type { Orchestrator } from "../orchestrator/types.ts";
-import type { TemplateService } from "../template/types.ts";
+import { type Logger, withLogContext } from "../lib/log.ts";
+import type { Observer } from "../observability/types.ts";
 import { isAuthorized, unauthorized } from "./auth.ts";
 import { errorResponse } from "./errors.ts";
-import { HttpMetrics, renderProcessMetrics } from "./metrics.ts";
+import { nodeRoutes, teamRoutes } from "./nodes.ts";
 import { openApiDocument, openApiPage } from "./openapi.ts";
 import { type Route, route, runRoute } from "./route.ts";
 import { sandboxRoutes } from "./sandboxes.ts";
+import { telemetryRoutes } from "./telemetry.ts";
 import { templateRoutes } from "./templates.ts";
+import type { ApiOrchestrator, ApiTemplates } from "./types.ts";
 
 export interface ControlApiOptions {
-  readonly orchestrator: Orchestrator;
-  readonly templates: TemplateService;
+  readonly orchestrator: ApiOrchestrator;
+  readonly templates: ApiTemplates;
+  readonly observer: Observer;
   /** One key, or two while a rotation lasts. */
   readonly apiKeys: readonly string[];
   readonly defaultTimeoutSeconds: number;
@@ -31,7 +33,11 @@ export interface ControlApi {
   readonly routes: readonly Route[];
 }
 
-const CORS_EXPOSED = "X-Next-Token, X-Total-Running, X-Request-Id, X-Agentenv-Sandbox-Id, Retry-After";
+/** Sandbox a request is about, for its log lines. */
+const SANDBOX_PATH = /\/sandboxes\/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:[/?#]|$)/;
+
+const CORS_EXPOSED =
+  "X-Next-Token, X-Total-Running, X-Request-Id, X-Agentenv-Sandbox-Id, Retry-After, Idempotency-Replayed, Server-Timing";
 
 function withCommonHeaders(response: Response, requestId: string): Response {
   response.headers.set("access-control-allow-origin", "*");
@@ -52,10 +58,9 @@ function preflight(request: Request): Response {
 }
 
 export function createControlApi(options: ControlApiOptions): ControlApi {
-  const { orchestrator, templates, log } = options;
-  const metrics = new HttpMetrics();
+  const { orchestrator, templates, observer, log } = options;
 
-  const nodeRoutes: Route[] = [
+  const serverRoutes: Route[] = [
     route({
       method: "GET",
       path: "/health",
@@ -75,7 +80,7 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
       success: [{ status: 200, description: "Prometheus text format" }],
       errors: [],
       run: async () =>
-        new Response(renderProcessMetrics(orchestrator) + metrics.render(), {
+        new Response(await observer.render(), {
           headers: { "content-type": "text/plain; version=0.0.4; charset=utf-8" },
         }),
     }),
@@ -102,24 +107,49 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
   ];
   const domain = options.sandboxProxyDomains[0];
   const routes: Route[] = [
-    ...nodeRoutes,
+    ...serverRoutes,
+    ...nodeRoutes({
+      observer,
+      orchestrator,
+      cachedBuilds: async () =>
+        (await templates.list()).filter((build) => build.committed).map(({ id }) => id),
+    }),
+    ...teamRoutes(observer),
+    ...telemetryRoutes({ observer, orchestrator }),
     ...sandboxRoutes({
       orchestrator,
       defaultTimeoutSeconds: options.defaultTimeoutSeconds,
       ...(domain === undefined ? {} : { domain }),
     }),
-    ...templateRoutes(templates),
+    ...templateRoutes(templates, observer),
   ];
   const document = openApiDocument(routes, options.version);
   const page = openApiPage(document);
 
+  const shapes = routes.map((entry) => ({
+    method: entry.method,
+    shape: new RegExp(`^${entry.path.replace(/:[A-Za-z]+/g, "[^/]+")}/?$`),
+  }));
+  /** Methods of a path; empty when it is not one of ours. */
+  const methodsOf = (pathname: string) => [
+    ...new Set(shapes.filter(({ shape }) => shape.test(pathname)).map(({ method }) => method)),
+  ];
+
   const notFound = (request: Request) => {
     if (!isAuthorized(request.headers, options.apiKeys)) return errorResponse(unauthorized());
+    const { pathname } = new URL(request.url);
+    const methods = methodsOf(pathname);
     return errorResponse(
       new AenvError({
         code: "route_not_found",
         status: 404,
-        message: `route not found: ${request.method} ${new URL(request.url).pathname}`,
+        message: `route not found: ${request.method} ${pathname}`,
+        ...(methods.length === 0
+          ? {}
+          : {
+              remediation: `this path answers to: ${methods.join(", ")}`,
+              headers: { allow: methods.join(", ") },
+            }),
       }),
     );
   };
@@ -153,22 +183,19 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
     return errorResponse(error);
   });
 
-  const shapes = routes.map((entry) => new RegExp(`^${entry.path.replace(/:[A-Za-z]+/g, "[^/]+")}/?$`));
-
-  return {
-    routes,
-    hasPath: (pathname) => shapes.some((shape) => shape.test(pathname)),
-    async handle(request) {
-      const started = performance.now();
-      const requestId = newId();
-      const response =
-        request.method === "OPTIONS" ? preflight(request) : ((await app.fetch(request)) as Response);
-      const seconds = (performance.now() - started) / 1000;
-      const pattern = patterns.get(request) ?? "none";
-      metrics.observe(request.method, pattern, response.status, seconds);
-      log.info(
+  /** Answers one request; the ids in its log lines are set around it. */
+  const answer = async (request: Request, requestId: string): Promise<Response> => {
+    const started = performance.now();
+    const response =
+      request.method === "OPTIONS" ? preflight(request) : ((await app.fetch(request)) as Response);
+    const seconds = (performance.now() - started) / 1000;
+    const pattern = patterns.get(request) ?? "none";
+    observer.request("control_plane", request.method, pattern, response.status, seconds);
+    // Looking is frequent and changes nothing.
+    const level = request.method === "GET" || request.method === "HEAD" ? "debug" : "info";
+    if (log.isLevelEnabled(level)) {
+      log[level](
         {
-          requestId,
           method: request.method,
           route: pattern,
           path: new URL(request.url).pathname,
@@ -177,7 +204,19 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
         },
         "request",
       );
-      return withCommonHeaders(response, requestId);
+    }
+    return withCommonHeaders(response, requestId);
+  };
+
+  return {
+    routes,
+    hasPath: (pathname) => shapes.some(({ shape }) => shape.test(pathname)),
+    async handle(request) {
+      const requestId = newId();
+      const id = SANDBOX_PATH.exec(request.url)?.[1];
+      return withLogContext({ requestId, ...(id === undefined ? {} : { sandboxId: id }) }, () =>
+        answer(request, requestId),
+      );
     },
   };
 }

@@ -36,24 +36,76 @@ function compare(a: PageKey, b: PageKey, ascending: boolean): number {
 }
 
 /**
- * Cuts one page out of all items. A token names a place in the order, not an item, so it stays valid
- * when the item it was made from is gone.
+ * Puts lists in the order of their pages. The source hands its items out nearly in order of their
+ * creation, so the last order is mostly still right and is only checked.
  */
-export function paginate<Item>(
-  items: readonly Item[],
+export class Ordering<Item> {
+  readonly #key: (item: Item) => PageKey;
+
+  constructor(key: (item: Item) => PageKey) {
+    this.#key = key;
+  }
+
+  of(items: readonly Item[], ascending: boolean): Item[] {
+    const keyed = items.map((item) => ({ item, key: this.#key(item) }));
+    if (!ascending) keyed.reverse();
+    // Insertion sort: linear where nearly nothing has to move. A list in no order is sorted as a whole.
+    let moves = keyed.length * 4;
+    for (let i = 1; i < keyed.length; i++) {
+      const entry = keyed[i]!;
+      let at = i;
+      while (at > 0 && compare(keyed[at - 1]!.key, entry.key, ascending) > 0) {
+        keyed[at] = keyed[at - 1]!;
+        at--;
+      }
+      keyed[at] = entry;
+      moves -= i - at;
+      if (moves < 0) {
+        keyed.sort((a, b) => compare(a.key, b.key, ascending));
+        break;
+      }
+    }
+    return keyed.map((entry) => entry.item);
+  }
+}
+
+export interface PageQuery {
+  readonly limit: number;
+  readonly nextToken?: string | undefined;
+  readonly ascending?: boolean;
+}
+
+/**
+ * Cuts one page out of items that are in order. A token names a place in the order, not an item, so it
+ * stays valid when the item it was made from is gone.
+ */
+export function pageOf<Item>(
+  ordered: readonly Item[],
   key: (item: Item) => PageKey,
-  query: { readonly limit: number; readonly nextToken?: string | undefined; readonly ascending?: boolean },
+  query: PageQuery,
 ): Page<Item> {
   const ascending = query.ascending ?? false;
   const after = query.nextToken === undefined ? undefined : decode(query.nextToken, ascending);
-  const rest = items
-    .map((item) => ({ item, key: key(item) }))
-    .filter((entry) => after === undefined || compare(entry.key, after, ascending) > 0)
-    .sort((a, b) => compare(a.key, b.key, ascending));
-  const page = rest.slice(0, query.limit);
-  const last = page.at(-1);
-  return {
-    items: page.map((entry) => entry.item),
-    ...(rest.length > page.length && last !== undefined ? { nextToken: encode(last.key, ascending) } : {}),
-  };
+  let from = 0;
+  if (after !== undefined) {
+    let end = ordered.length;
+    while (from < end) {
+      const middle = (from + end) >>> 1;
+      if (compare(key(ordered[middle]!), after, ascending) > 0) end = middle;
+      else from = middle + 1;
+    }
+  }
+  const items = ordered.slice(from, from + query.limit);
+  const last = items.at(-1);
+  const more = last !== undefined && from + items.length < ordered.length;
+  return { items, ...(more ? { nextToken: encode(key(last), ascending) } : {}) };
+}
+
+/** Orders the items and cuts one page out of them. */
+export function paginate<Item>(
+  items: readonly Item[],
+  key: (item: Item) => PageKey,
+  query: PageQuery,
+): Page<Item> {
+  return pageOf(new Ordering(key).of(items, query.ascending ?? false), key, query);
 }

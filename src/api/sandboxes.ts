@@ -1,16 +1,18 @@
 import type { z } from "zod";
 import { AenvError } from "../lib/errors.ts";
 import { isUuid } from "../lib/ids.ts";
-import type { CreateSandboxRequest, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
+import type { CreateSandboxRequest, SandboxRecord } from "../orchestrator/types.ts";
 import type { PhaseTimings } from "../sandbox/types.ts";
 import { badRequest } from "./errors.ts";
+import { IdempotentCalls } from "./idempotency.ts";
 import { matchesMetadata, parseMetadataFilter, rawQueryValue } from "./metadata.ts";
-import { paginate } from "./pagination.ts";
+import { Ordering, pageOf } from "./pagination.ts";
 import { type Route, type RouteReply, route } from "./route.ts";
 import * as schema from "./schemas.ts";
+import type { ApiOrchestrator } from "./types.ts";
 
 export interface SandboxRoutesOptions {
-  readonly orchestrator: Orchestrator;
+  readonly orchestrator: ApiOrchestrator;
   readonly defaultTimeoutSeconds: number;
   /** First configured sandbox proxy domain, told to clients. */
   readonly domain?: string;
@@ -32,7 +34,7 @@ function notFound(id: string): AenvError {
 }
 
 /** An id that cannot be one is unknown, not malformed. */
-function sandboxId(params: Readonly<Record<string, string>>): string {
+export function sandboxId(params: Readonly<Record<string, string>>): string {
   const id = params.id ?? "";
   if (!isUuid(id)) throw notFound(id);
   return id.toLowerCase();
@@ -71,9 +73,29 @@ function serverTiming(phases: PhaseTimings | undefined): Record<string, string> 
   return entries.length === 0 ? {} : { "server-timing": entries.join(", ") };
 }
 
+/** A sandbox as lists show it. */
+export function listedSandbox(record: SandboxRecord) {
+  return {
+    templateID: record.templateId,
+    sandboxID: record.id,
+    clientID: "" as const,
+    envdVersion: record.envdVersion,
+    ...(record.alias === undefined ? {} : { alias: record.alias }),
+    startedAt: record.startedAt,
+    endAt: record.endAt,
+    cpuCount: record.cpuCount,
+    memoryMB: record.memoryMiB,
+    diskSizeMB: record.diskSizeMiB,
+    state: publicState(record),
+    metadata: record.metadata,
+  };
+}
+
 export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
   const { orchestrator, defaultTimeoutSeconds } = options;
   const domain = options.domain ?? null;
+  const recordKey = (record: SandboxRecord) => ({ createdAt: record.startedAt, id: record.id });
+  const sandboxOrder = new Ordering(recordKey);
 
   const started = (record: SandboxRecord) => ({
     templateID: record.templateId,
@@ -87,21 +109,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
     domain,
   });
 
-  const listed = (record: SandboxRecord) => ({
-    templateID: record.templateId,
-    sandboxID: record.id,
-    clientID: "" as const,
-    envdVersion: record.envdVersion,
-    ...(record.alias === undefined ? {} : { alias: record.alias }),
-    startedAt: record.startedAt,
-    endAt: record.endAt,
-    cpuCount: record.cpuCount,
-    memoryMB: record.memoryMiB,
-    diskSizeMB: record.diskSizeMiB,
-    state: publicState(record),
-    metadata: record.metadata,
-  });
-
+  const idempotent = new IdempotentCalls();
   const create = async (request: CreateSandboxRequest): Promise<RouteReply> => {
     const record = await orchestrator.create(request);
     return {
@@ -136,10 +144,10 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       authenticated: true,
       body: schema.NewSandbox,
       success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
-      errors: [400],
-      run: async ({ body }) => {
+      errors: [400, 422, 429],
+      run: async ({ request, body }) => {
         refuseUnsupported(body);
-        return create({
+        const wanted: CreateSandboxRequest = {
           template: body.templateID,
           timeoutSeconds: body.timeout ?? defaultTimeoutSeconds,
           onTimeout: body.autoPause ? "pause" : "kill",
@@ -152,7 +160,10 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
             ? {}
             : { allowInternetAccess: body.allow_internet_access }),
           ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
-        }).catch(unknownTemplateAs400);
+        };
+        return idempotent
+          .run("POST /sandboxes", request, body, () => create(wanted))
+          .catch(unknownTemplateAs400);
       },
     }),
     route({
@@ -163,10 +174,10 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       authenticated: true,
       body: schema.NewSandboxV2,
       success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
-      errors: [400, 404],
-      run: async ({ body }) => {
+      errors: [400, 404, 422, 429],
+      run: async ({ request, body }) => {
         refuseUnsupported(body);
-        return create({
+        const wanted: CreateSandboxRequest = {
           template: body.templateID,
           timeoutSeconds: body.timeout,
           onTimeout: body.autoPause ? "pause" : "kill",
@@ -179,7 +190,8 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
             ? {}
             : { allowInternetAccess: body.allow_internet_access }),
           ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
-        });
+        };
+        return idempotent.run("POST /v2/sandboxes", request, body, () => create(wanted));
       },
     }),
     route({
@@ -193,11 +205,10 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       errors: [400],
       run: async ({ request }) => {
         const filter = parseMetadataFilter(rawQueryValue(request.url, "metadata"));
-        const running = orchestrator
-          .list()
-          .filter((record) => publicState(record) === "running" && matchesMetadata(record.metadata, filter))
-          .sort((a, b) => (a.startedAt < b.startedAt ? 1 : -1));
-        return { status: 200, json: running.map(listed) };
+        const running = sandboxOrder
+          .of(orchestrator.list(), false)
+          .filter((record) => publicState(record) === "running" && matchesMetadata(record.metadata, filter));
+        return { status: 200, json: running.map(listedSandbox) };
       },
     }),
     route({
@@ -222,26 +233,30 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         if (wrong !== undefined) throw badRequest(`state: "${wrong}" is neither running nor paused`);
         const startedAfter =
           query.startedAfter === undefined ? undefined : new Date(query.startedAfter).toISOString();
-        const matching = orchestrator
-          .list()
-          .filter(
-            (record) =>
-              matchesMetadata(record.metadata, filter) &&
-              (startedAfter === undefined || record.startedAt >= startedAfter) &&
-              (query.template === undefined ||
-                record.templateId === query.template ||
-                record.alias === query.template),
-          );
-        const page = paginate(
-          matching.filter((record) => states.length === 0 || states.includes(publicState(record))),
-          (record) => ({ createdAt: record.startedAt, id: record.id }),
-          { limit: query.limit, nextToken: query.nextToken, ascending: query.order === "asc" },
-        );
+        const ascending = query.order === "asc";
+        let running = 0;
+        const matching = sandboxOrder.of(orchestrator.list(), ascending).filter((record) => {
+          const matches =
+            matchesMetadata(record.metadata, filter) &&
+            (startedAfter === undefined || record.startedAt >= startedAfter) &&
+            (query.template === undefined ||
+              record.templateId === query.template ||
+              record.alias === query.template);
+          if (!matches) return false;
+          const state = publicState(record);
+          if (state === "running") running++;
+          return states.length === 0 || states.includes(state);
+        });
+        const page = pageOf(matching, recordKey, {
+          limit: query.limit,
+          nextToken: query.nextToken,
+          ascending,
+        });
         return {
           status: 200,
-          json: page.items.map(listed),
+          json: page.items.map(listedSandbox),
           headers: {
-            "x-total-running": String(matching.filter((record) => publicState(record) === "running").length),
+            "x-total-running": String(running),
             ...(page.nextToken === undefined ? {} : { "x-next-token": page.nextToken }),
           },
         };
@@ -260,7 +275,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         return {
           status: 200,
           json: {
-            ...listed(record),
+            ...listedSandbox(record),
             ...(record.secure ? { envdAccessToken: orchestrator.accessToken(record.id) } : {}),
             domain,
             allowInternetAccess: record.allowInternetAccess ?? null,
@@ -268,6 +283,44 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
             lifecycle: { autoResume: record.autoResume, onTimeout: record.onTimeout },
           },
         };
+      },
+    }),
+    route({
+      method: "GET",
+      path: "/sandboxes/:id/custom-extension-params",
+      summary: "Parameters the configured extension knows the sandbox by; none without an extension",
+      tag: "sandboxes",
+      authenticated: true,
+      success: [{ status: 200, schema: schema.FreeObject, description: "The parameters" }],
+      errors: [404],
+      run: async ({ params }) => {
+        orchestrator.get(sandboxId(params));
+        return { status: 200, json: {} };
+      },
+    }),
+    route({
+      method: "PATCH",
+      path: "/sandboxes/:id/custom-extension-params",
+      summary: "Hand a change of the parameters to the extension; 400 without one",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.FreeObject,
+      success: [{ status: 200, schema: schema.FreeObject, description: "The new parameters" }],
+      errors: [400, 404, 409],
+      run: async ({ params }) => {
+        const record = orchestrator.get(sandboxId(params));
+        if (record.state !== "running") {
+          throw new AenvError({
+            code: "sandbox_state_conflict",
+            status: 409,
+            message: `sandbox ${record.id} is ${record.state}: parameters are changed while it runs`,
+          });
+        }
+        throw badRequest(
+          "this server has no custom extension that could take parameters",
+          "custom_extension_not_configured",
+          "set custom_extension.url in the server's configuration",
+        );
       },
     }),
     route({

@@ -315,3 +315,148 @@ export const BuildLogsQuery = z.object({
   level: LogLevel.optional(),
   source: z.enum(["temporary", "persistent"]).optional(),
 });
+
+// ---- resource figures, logs, nodes, tags ----
+
+export const SandboxMetric = component(
+  "SandboxMetric",
+  z.object({
+    timestamp: z.iso.datetime(),
+    timestampUnix: z.int(),
+    cpuUsedPct: z.number().describe("0 to 100: share of all vCPUs together"),
+    cpuCount: z.int(),
+    memUsed: z.int().describe("Bytes, like the other sizes"),
+    memTotal: z.int(),
+    memCache: z.int(),
+    diskUsed: z.int(),
+    diskTotal: z.int(),
+  }),
+);
+
+export const SandboxesWithMetrics = component(
+  "SandboxesWithMetrics",
+  z.object({ sandboxes: z.record(z.string(), SandboxMetric) }),
+);
+
+const UnixSeconds = IntText(0, 99_999_999_999);
+const UnixMs = IntText(0, 99_999_999_999_999);
+
+export const SandboxesMetricsQuery = z.object({
+  sandbox_ids: z.string().default("").describe("Up to 100 ids, comma-joined"),
+});
+export const SandboxMetricsQuery = z.object({
+  start: UnixSeconds.optional().describe("Unix seconds"),
+  end: UnixSeconds.optional().describe("Unix seconds"),
+});
+
+export const SandboxLogEntry = component(
+  "SandboxLogEntry",
+  z.object({
+    timestamp: z.iso.datetime(),
+    message: z.string(),
+    level: LogLevel,
+    fields: StringMap.describe("source is lifecycle or console; lifecycle lines have their event"),
+  }),
+);
+export const SandboxLogs = component(
+  "SandboxLogs",
+  z.object({
+    logs: z.array(z.object({ timestamp: z.iso.datetime(), line: z.string() })),
+    logEntries: z.array(SandboxLogEntry),
+  }),
+);
+export const SandboxLogsV2 = component("SandboxLogsV2", z.object({ logs: z.array(SandboxLogEntry) }));
+
+export const SandboxLogsQuery = z.object({
+  start: UnixMs.optional().describe("Unix milliseconds"),
+  limit: IntText(1, 10_000).default(1000),
+});
+export const SandboxLogsV2Query = z.object({
+  cursor: UnixMs.optional().describe("Unix milliseconds to go on from"),
+  limit: IntText(1, 1000).default(1000),
+  direction: z.enum(["forward", "backward"]).default("backward"),
+  level: LogLevel.optional().describe("Least level"),
+  search: z.string().max(256).optional().describe("Text the message must contain"),
+});
+
+export const NIL_UUID = "00000000-0000-0000-0000-000000000000";
+export const NodesQuery = z.object({ clusterID: z.string().optional() });
+
+const nodeFields = {
+  id: z.string(),
+  serviceInstanceID: z.string(),
+  clusterID: z.string(),
+  version: z.string(),
+  commit: z.string(),
+  machineInfo: z.object({
+    cpuFamily: z.string(),
+    cpuModel: z.string(),
+    cpuModelName: z.string(),
+    cpuArchitecture: z.string(),
+  }),
+  status: z.enum(["ready", "draining", "connecting", "unhealthy"]),
+  sandboxCount: z.int(),
+  sandboxPausedCount: z.int(),
+  createSuccesses: z.int().describe("Since the server's start, like createFails"),
+  createFails: z.int(),
+  metrics: z.object({
+    allocatedCPU: z.int().describe("CPUs of all sandboxes but the paused ones"),
+    allocatedMemoryBytes: z.int(),
+    cpuPercent: z.int(),
+    cpuCount: z.int(),
+    memoryUsedBytes: z.int(),
+    memoryTotalBytes: z.int(),
+    pausedAllocatedCPU: z.int(),
+    pausedAllocatedMemoryBytes: z.int(),
+    disks: z.array(
+      z.object({
+        mountPoint: z.string(),
+        device: z.string(),
+        filesystemType: z.string(),
+        usedBytes: z.int(),
+        totalBytes: z.int(),
+      }),
+    ),
+  }),
+};
+export const Node = component("Node", z.object({ ...nodeFields, sandboxStartingCount: z.int() }));
+export const NodeDetail = component(
+  "NodeDetail",
+  z.object({
+    ...nodeFields,
+    cachedBuilds: z.array(z.string()),
+    sandboxes: z.array(ListedSandbox).describe("The running ones"),
+  }),
+);
+
+export const Team = component(
+  "Team",
+  z.object({
+    teamID: z.string(),
+    name: z.string(),
+    apiKey: z.string().describe("Always empty: no answer holds a key"),
+    isDefault: z.boolean(),
+  }),
+);
+
+const Tags = z.array(z.string().min(1).max(128)).min(1).max(100);
+export const AssignTags = component(
+  "AssignTemplateTags",
+  z.object({ target: z.string().min(1).max(256).describe("name[:tag]"), tags: Tags }),
+);
+export const AssignedTags = component(
+  "AssignedTemplateTags",
+  z.object({ buildID: z.string(), tags: z.array(z.string()) }),
+);
+export const RemoveTags = component(
+  "RemoveTemplateTags",
+  z.object({ name: z.string().min(1).max(256), tags: Tags }),
+);
+export const TemplateTag = component(
+  "TemplateTag",
+  z.object({ tag: z.string(), buildID: z.string(), createdAt: z.iso.datetime() }),
+);
+export const UpdateTemplate = component("UpdateTemplate", z.object({ public: z.boolean() }));
+export const TemplateNames = component("TemplateNames", z.object({ names: z.array(z.string()) }));
+export const Nothing = component("Nothing", z.object({}));
+export const FreeObject = component("FreeObject", z.record(z.string(), z.unknown()));

@@ -1,10 +1,13 @@
 import { AenvError } from "../lib/errors.ts";
+import type { Observer, SpawnCount } from "../observability/types.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
-import type { BuildLogEntry, TemplateService } from "../template/types.ts";
+import type { BuildLogEntry } from "../template/types.ts";
 import { badRequest } from "./errors.ts";
 import { paginate } from "./pagination.ts";
 import { type Route, route } from "./route.ts";
 import * as schema from "./schemas.ts";
+import { tagRoutes } from "./tags.ts";
+import type { ApiTemplates } from "./types.ts";
 
 const LEVELS = ["debug", "info", "warn", "error"] as const;
 
@@ -52,7 +55,7 @@ function templateNames(view: TemplateView): string[] {
   return [...new Set(view.builds.flatMap((build) => build.aliases))];
 }
 
-function templateJson(view: TemplateView) {
+function templateJson(view: TemplateView, spawns: SpawnCount) {
   const names = templateNames(view);
   return {
     templateID: view.templateId,
@@ -66,8 +69,7 @@ function templateJson(view: TemplateView) {
     createdAt: view.builds.at(-1)!.createdAt,
     updatedAt: view.current.updatedAt,
     createdBy: null,
-    lastSpawnedAt: null,
-    spawnCount: 0,
+    ...spawnJson(spawns),
     buildCount: view.builds.length,
     envdVersion: view.current.committed?.state.envdVersion ?? "0.0.0",
     buildStatus: buildStatus(view.current),
@@ -82,7 +84,18 @@ function atLeast(
   return entries.filter((entry) => LEVELS.indexOf(entry.level) >= minimum);
 }
 
-export function templateRoutes(templates: TemplateService): Route[] {
+function spawnJson({ count, lastAtMs }: SpawnCount) {
+  return {
+    lastSpawnedAt: lastAtMs === undefined ? null : new Date(lastAtMs).toISOString(),
+    spawnCount: count,
+  };
+}
+
+export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer, "spawns">): Route[] {
+  const listed = async () =>
+    groupByTemplate(await templates.list()).map((entry) =>
+      templateJson(entry, observer.spawns(entry.templateId)),
+    );
   const view = async (name: string): Promise<TemplateView> => {
     const record = await templates.resolve(name);
     const all = groupByTemplate(await templates.list());
@@ -227,7 +240,7 @@ export function templateRoutes(templates: TemplateService): Route[] {
       success: [{ status: 200, schema: schema.Template.array(), description: "All templates, newest first" }],
       errors: [],
       run: async () => {
-        const all = groupByTemplate(await templates.list()).map(templateJson);
+        const all = await listed();
         return { status: 200, json: all.sort((a, b) => (a.createdAt < b.createdAt ? 1 : -1)) };
       },
     }),
@@ -248,7 +261,7 @@ export function templateRoutes(templates: TemplateService): Route[] {
       errors: [400],
       run: async ({ query }) => {
         const page = paginate(
-          groupByTemplate(await templates.list()).map(templateJson),
+          await listed(),
           (template) => ({ createdAt: template.createdAt, id: template.templateID }),
           { limit: query.limit, nextToken: query.nextToken },
         );
@@ -298,8 +311,7 @@ export function templateRoutes(templates: TemplateService): Route[] {
             names,
             createdAt: found.builds.at(-1)!.createdAt,
             updatedAt: found.current.updatedAt,
-            lastSpawnedAt: null,
-            spawnCount: 0,
+            ...spawnJson(observer.spawns(found.templateId)),
             builds: page.items.map((build) => ({
               buildID: build.id,
               status: buildStatus(build),
@@ -318,6 +330,7 @@ export function templateRoutes(templates: TemplateService): Route[] {
         };
       },
     }),
+    ...tagRoutes(templates),
     route({
       method: "DELETE",
       path: "/templates/:id",

@@ -22,7 +22,7 @@ test("the prefix routes by headers whatever the host, and is cut byte for byte",
     sandboxId: ID,
     port: 3000,
     target: "/a%2Fb//../c?x=%20",
-    byHost: false,
+    source: "proxy_prefix",
   });
   expect(run("/proxy?q", { "e2b-sandbox-id": ID, "e2b-sandbox-port": "1" })).toMatchObject({
     target: "/?q",
@@ -44,7 +44,7 @@ test("a sandbox host owns every path and beats the headers", () => {
     sandboxId: ID,
     port: 8080,
     target: "/sandboxes",
-    byHost: true,
+    source: "proxy_host",
     style: "e2b",
   });
   expect(run("/health", { host: "box.example" })).toEqual({ plane: "control" });

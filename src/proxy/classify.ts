@@ -4,6 +4,9 @@ import { headerValues, type RawHeaders } from "./http1.ts";
 /** Whose error texts and statuses a client expects: decided by how it named the sandbox. */
 export type ErrorStyle = "agentenv" | "e2b";
 
+/** How a request named its sandbox. */
+export type DataSource = "proxy_host" | "proxy_header" | "proxy_prefix";
+
 export type Classification =
   | { readonly plane: "control" }
   | {
@@ -13,9 +16,10 @@ export type Classification =
       readonly port: number;
       /** Path and query as the service sees them, byte for byte. */
       readonly target: string;
-      /** Routed by a sandbox host name. */
-      readonly byHost: boolean;
+      readonly source: DataSource;
     }
+  /** A signed file URL that names no sandbox: the signature tells whose it is. */
+  | { readonly plane: "signed"; readonly target: string; readonly query: URLSearchParams }
   | {
       readonly plane: "invalid";
       readonly style: ErrorStyle;
@@ -103,7 +107,8 @@ export function classify(rawTarget: string, headers: RawHeaders, options: Classi
     ? "agentenv"
     : "e2b";
 
-  const byHeaders = (forwarded: string, needsApiKey: boolean): Classification => {
+  const byHeaders = (forwarded: string, source: DataSource): Classification => {
+    const needsApiKey = source !== "proxy_prefix";
     const headerStyle = idText === undefined && portText === undefined ? "agentenv" : style;
     const invalid = (message: string): Classification => ({
       plane: "invalid",
@@ -122,13 +127,13 @@ export function classify(rawTarget: string, headers: RawHeaders, options: Classi
       sandboxId: idText.toLowerCase(),
       port,
       target: forwarded,
-      byHost: false,
+      source,
     };
   };
 
   if (path === "/proxy" || path.startsWith("/proxy/")) {
     const rest = target.slice("/proxy".length);
-    return byHeaders(rest.startsWith("/") ? rest : `/${rest}`, false);
+    return byHeaders(rest.startsWith("/") ? rest : `/${rest}`, "proxy_prefix");
   }
 
   if (options.domains.length > 0) {
@@ -143,16 +148,20 @@ export function classify(rawTarget: string, headers: RawHeaders, options: Classi
         sandboxId: host.sandboxId,
         port: host.port,
         target,
-        byHost: true,
+        source: "proxy_host",
       };
     }
   }
 
   // The clients' health probe of a sandbox comes under the same path as ours.
   if (idText !== undefined && portText !== undefined && (path === "/health" || path === "/metrics")) {
-    return byHeaders(target, true);
+    return byHeaders(target, "proxy_header");
   }
   if (options.isControlPath(path)) return { plane: "control" };
-  if (idText !== undefined) return byHeaders(target, true);
+  if (idText !== undefined) return byHeaders(target, "proxy_header");
+  if (path === "/files" && target.includes("signature=")) {
+    const query = new URLSearchParams(target.slice(path.length));
+    if (query.has("signature")) return { plane: "signed", target, query };
+  }
   return { plane: "control" };
 }

@@ -24,6 +24,7 @@ const orchestrator = {
     if (id === UNKNOWN) return undefined;
     return { secure: true, allowPublicTraffic: id !== PRIVATE };
   },
+  list: () => [{ id: RUNNING, state: "running", secure: true } as SandboxRecord],
   accessToken: (id: string) => `token-${id}`,
   trafficToken: (id: string) => `traffic-${id}`,
   route(id: string): RouteLookup {

@@ -1,6 +1,7 @@
 import type { Socket, TCPSocketListener } from "bun";
 import { AenvError } from "../lib/errors.ts";
-import type { Logger } from "../lib/log.ts";
+import { newId } from "../lib/ids.ts";
+import { type Logger, withLogContext } from "../lib/log.ts";
 import type { Orchestrator } from "../orchestrator/types.ts";
 import {
   AGENT_PORT,
@@ -10,7 +11,7 @@ import {
   forwardedResponseHeaders,
   isHostOnly,
 } from "./access.ts";
-import { type Classification, classify, pathOf, splitTarget } from "./classify.ts";
+import { type Classification, classify, type DataSource, pathOf, splitTarget } from "./classify.ts";
 import {
   BodyScanner,
   formatHead,
@@ -30,9 +31,11 @@ import {
   formatFault,
   formatPlainError,
   formatReply,
+  isNavigation,
   type ProxyFault,
   portClosed,
 } from "./replies.ts";
+import { SignedUrls } from "./signed.ts";
 
 /*
  * The server's one listener. It reads HTTP/1.1 from raw sockets because a sandbox's traffic must pass
@@ -53,10 +56,20 @@ export interface FrontOptions {
   };
   readonly orchestrator: Pick<
     Orchestrator,
-    "access" | "accessToken" | "trafficToken" | "route" | "autoResume" | "get"
+    "access" | "accessToken" | "trafficToken" | "route" | "autoResume" | "get" | "list"
   >;
+  /** Told of every finished data-plane exchange. */
+  readonly onExchange?: (exchange: ExchangeReport) => void;
   readonly log: Logger;
   readonly limits?: Partial<FrontLimits>;
+}
+
+export interface ExchangeReport {
+  readonly source: DataSource;
+  readonly method: string;
+  /** What the client got; 499 when it went away before there was an answer. */
+  readonly status: number;
+  readonly seconds: number;
 }
 
 export interface FrontLimits {
@@ -73,6 +86,8 @@ export interface FrontLimits {
   readonly responseHeadMs: number;
   readonly autoResumeMs: number;
   readonly maxConnections: number;
+  /** Exchanges with one sandbox at a time. */
+  readonly maxPerSandbox: number;
   readonly maxControlBodyBytes: number;
 }
 
@@ -85,6 +100,7 @@ const DEFAULT_LIMITS: FrontLimits = {
   responseHeadMs: 30_000,
   autoResumeMs: 60_000,
   maxConnections: 20_000,
+  maxPerSandbox: 4096,
   maxControlBodyBytes: 8 * 1024 * 1024,
 };
 
@@ -104,6 +120,9 @@ interface Shared {
   readonly options: FrontOptions;
   readonly limits: FrontLimits;
   readonly connections: Set<Connection>;
+  readonly signedUrls: SignedUrls;
+  /** Exchanges under way by sandbox. */
+  readonly perSandbox: Map<string, number>;
   stopping: boolean;
 }
 
@@ -292,6 +311,7 @@ class Connection {
     });
     if (which.plane === "data") this.#startExchange(head, which);
     else if (which.plane === "control") this.#startControl(head);
+    else if (which.plane === "signed") this.#startSigned(head, which);
     else this.#refuse(head, which);
     return true;
   }
@@ -314,6 +334,39 @@ class Connection {
       ["Access-Control-Allow-Origin", "*"],
     ] as const;
     this.finish(formatReply(400, headers, Buffer.from(which.message), { close: true, head: isHead }));
+  }
+
+  #startSigned(head: RequestHead, which: Extract<Classification, { plane: "signed" }>): void {
+    if (head.method === "OPTIONS") {
+      this.#startControl(head);
+      return;
+    }
+    const found = this.#shared.signedUrls.find({ method: head.method, query: which.query });
+    if (found.kind === "found") {
+      this.#startExchange(head, {
+        plane: "data",
+        style: "e2b",
+        sandboxId: found.sandboxId,
+        port: AGENT_PORT,
+        target: which.target,
+        source: "proxy_header",
+      });
+      return;
+    }
+    const isHead = head.method === "HEAD";
+    this.finish(
+      found.kind === "busy"
+        ? formatPlainError(
+            429,
+            "too many signed URLs at a time; name the sandbox by its host or by headers",
+            {
+              close: true,
+              head: isHead,
+              headers: [["Retry-After", "1"]],
+            },
+          )
+        : formatPlainError(401, found.reason, { close: true, head: isHead }),
+    );
   }
 
   // ---- control plane ----
@@ -397,10 +450,12 @@ class Connection {
     this.pause();
     const exchange = new Exchange(this.#shared, this, head, which);
     this.#exchange = exchange;
-    exchange.start().catch((error: unknown) => {
-      this.#shared.options.log.error({ err: error }, "proxy exchange failed");
-      this.destroy();
-    });
+    withLogContext({ requestId: newId(), sandboxId: which.sandboxId }, () => exchange.start()).catch(
+      (error: unknown) => {
+        this.#shared.options.log.error({ err: error }, "proxy exchange failed");
+        this.destroy();
+      },
+    );
   }
 }
 
@@ -444,6 +499,10 @@ class Exchange {
   #phase: "starting" | "request" | "response" | "tunnel" | "done" = "starting";
   #clientEnded = false;
   #detachGone: () => void = () => undefined;
+  readonly #startedAt = performance.now();
+  /** Sent to the client; 0 before there is an answer. */
+  #status = 0;
+  #counted = false;
 
   constructor(
     shared: Shared,
@@ -488,6 +547,14 @@ class Exchange {
       this.#fail(refused);
       return;
     }
+    const { perSandbox, limits } = this.#shared;
+    const open = perSandbox.get(this.#which.sandboxId) ?? 0;
+    if (open >= limits.maxPerSandbox) {
+      this.#fail(faults.tooManyConnections);
+      return;
+    }
+    perSandbox.set(this.#which.sandboxId, open + 1);
+    this.#counted = true;
     const ready = await this.#route();
     if (this.#phase === "done") return;
     if (ready.kind === "fault") {
@@ -720,6 +787,7 @@ class Exchange {
     const framing = responseFraming(head, this.#head.method);
     this.#responseBody = new BodyScanner(framing, 502);
     this.#phase = "response";
+    this.#status = head.status;
     this.#client.setDeadline(undefined);
     this.#keepAlive =
       wantsKeepAlive(this.#head) &&
@@ -742,6 +810,7 @@ class Exchange {
 
   #startTunnel(head: ResponseHead, rest: Buffer): void {
     this.#phase = "tunnel";
+    this.#status = head.status;
     this.#client.setDeadline(undefined);
     const headers = forwardedResponseHeaders(head.headers, { close: false, upgrade: this.#upgrade! });
     this.#toClient(formatHead(`HTTP/1.1 101 ${head.reason}`, headers));
@@ -805,10 +874,12 @@ class Exchange {
     if (this.#phase === "done") return;
     // With part of the request body unread the connection cannot be used again.
     const keepAlive = this.#requestBody.done && wantsKeepAlive(this.#head) && !this.#shared.stopping;
+    this.#status = fault[this.#which.style][0];
     this.#release(true);
     const bytes = formatFault(fault, this.#which.style, this.#which.sandboxId, {
       close: !keepAlive,
       head: this.#head.method === "HEAD",
+      navigation: isNavigation(this.#head.method, this.#head.headers),
     });
     if (keepAlive) {
       this.#client.outlet.write(bytes);
@@ -833,10 +904,30 @@ class Exchange {
     this.#client.exchangeDone(false);
   }
 
+  #report(): void {
+    const { options, perSandbox } = this.#shared;
+    const { sandboxId, port, source } = this.#which;
+    if (this.#counted) {
+      const open = (perSandbox.get(sandboxId) ?? 1) - 1;
+      if (open > 0) perSandbox.set(sandboxId, open);
+      else perSandbox.delete(sandboxId);
+    }
+    const seconds = (performance.now() - this.#startedAt) / 1000;
+    const status = this.#status === 0 ? 499 : this.#status;
+    options.onExchange?.({ source, method: this.#head.method, status, seconds });
+    if (options.log.isLevelEnabled("debug")) {
+      // The query may hold a signature or an application's own secrets.
+      const { method } = this.#head;
+      const ms = Math.round(seconds * 10_000) / 10;
+      options.log.debug({ sandboxId, port, source, method, path: this.#request.path, status, ms }, "proxied");
+    }
+  }
+
   #release(abort: boolean): void {
     if (this.#phase === "done") return;
     this.#phase = "done";
     this.#detachGone();
+    this.#report();
     const upstream = this.#upstream;
     const outlet = this.#upstreamOutlet;
     if (upstream === undefined || outlet === undefined) return;
@@ -870,7 +961,13 @@ function listen(options: FrontOptions, shared: Shared): TCPSocketListener<Client
       socket: {
         open(socket) {
           if (shared.connections.size >= shared.limits.maxConnections) {
-            socket.end(formatPlainError(503, "too many connections", { close: true, head: false }));
+            socket.end(
+              formatPlainError(429, "too many connections", {
+                close: true,
+                head: false,
+                headers: [["Retry-After", "1"]],
+              }),
+            );
             return;
           }
           socket.setNoDelay(true);
@@ -908,6 +1005,8 @@ export function startFront(options: FrontOptions): Front {
     options,
     limits: { ...DEFAULT_LIMITS, ...options.limits },
     connections: new Set(),
+    signedUrls: new SignedUrls(options.orchestrator),
+    perSandbox: new Map(),
     stopping: false,
   };
   const listener = listen(options, shared);

@@ -1,1 +1,1 @@
-export { type Front, type FrontLimits, type FrontOptions, startFront } from "./front.ts";
+export { type ExchangeReport, type Front, type FrontLimits, type FrontOptions, startFront } from "./front.ts";

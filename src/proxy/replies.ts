@@ -1,6 +1,6 @@
 import { STATUS_CODES } from "node:http";
 import type { ErrorStyle } from "./classify.ts";
-import { formatHead } from "./http1.ts";
+import { formatHead, headerTokens, headerValue, type RawHeaders } from "./http1.ts";
 
 /** A finished reply as bytes; `close` adds `Connection: close`. */
 export function formatReply(
@@ -71,6 +71,10 @@ export const faults = {
     agentenv: [401, ""],
     e2b: [403, "Missing or invalid e2b-traffic-access-token header"],
   },
+  tooManyConnections: {
+    agentenv: [429, "too many connections to this sandbox"],
+    e2b: [429, "There are too many open connections to the sandbox"],
+  },
 } satisfies Record<string, ProxyFault>;
 
 export function portClosed(port: number): ProxyFault {
@@ -80,35 +84,64 @@ export function portClosed(port: number): ProxyFault {
   };
 }
 
+/** A person looks at it: only then an error is a page. What the client calls itself says nothing. */
+export function isNavigation(method: string, headers: RawHeaders): boolean {
+  if (method !== "GET" && method !== "HEAD") return false;
+  const mode = headerValue(headers, "sec-fetch-mode");
+  if (mode !== undefined) return mode.toLowerCase() === "navigate";
+  const [first] = headerTokens(headers, "accept");
+  return first?.split(";")[0]?.trim() === "text/html";
+}
+
+const escapeHtml = (text: string) => text.replace(/[&<>"]/g, (character) => `&#${character.charCodeAt(0)};`);
+
+function page(status: number, message: string, sandboxId: string): string {
+  return `<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>${status} ${escapeHtml(STATUS_CODES[status] ?? "")}</title>
+<style>body{font:16px/1.5 system-ui,sans-serif;max-width:36rem;margin:15vh auto;padding:0 1rem}code{color:#666}</style>
+</head><body><h1>${status}</h1><p>${escapeHtml(message)}.</p><p>Sandbox <code>${escapeHtml(sandboxId)}</code></p></body></html>
+`;
+}
+
 export function formatFault(
   fault: ProxyFault,
   style: ErrorStyle,
   sandboxId: string,
-  options: { readonly close: boolean; readonly head: boolean },
+  options: { readonly close: boolean; readonly head: boolean; readonly navigation?: boolean },
 ): Buffer {
-  const cors = ["Access-Control-Allow-Origin", "*"] as const;
+  const common: [string, string][] = [["Access-Control-Allow-Origin", "*"]];
+  const status = fault[style][0];
+  if (status === 429) common.push(["Retry-After", "1"]);
   if (style === "agentenv") {
-    const [status, text] = fault.agentenv;
+    const text = fault.agentenv[1];
     const type = text === "" ? [] : [["Content-Type", "text/plain; charset=utf-8"] as const];
-    return formatReply(status, [...type, cors], Buffer.from(text), options);
+    return formatReply(status, [...type, ...common], Buffer.from(text), options);
   }
-  const [status, message, extra] = fault.e2b;
+  const [, message, extra] = fault.e2b;
+  common.push(["Vary", "Accept, Sec-Fetch-Mode"]);
+  if (options.navigation === true) {
+    const html = page(status, message, sandboxId);
+    return formatReply(
+      status,
+      [["Content-Type", "text/html; charset=utf-8"], ...common],
+      Buffer.from(html),
+      options,
+    );
+  }
   const body = JSON.stringify({ sandboxId, message, ...extra, code: status });
-  return formatReply(status, [["Content-Type", "application/json"], cors], Buffer.from(body), options);
+  return formatReply(status, [["Content-Type", "application/json"], ...common], Buffer.from(body), options);
 }
 
 /** Errors before it is known whom a request is for: the control plane's error body. */
 export function formatPlainError(
   status: number,
   message: string,
-  options: { readonly close: boolean; readonly head: boolean },
+  options: { readonly close: boolean; readonly head: boolean; readonly headers?: RawHeaders },
 ): Buffer {
   return formatReply(
     status,
-    [
-      ["Content-Type", "application/json"],
-      ["Access-Control-Allow-Origin", "*"],
-    ],
+    [["Content-Type", "application/json"], ["Access-Control-Allow-Origin", "*"], ...(options.headers ?? [])],
     Buffer.from(`${JSON.stringify({ code: status, message })}\n`),
     options,
   );

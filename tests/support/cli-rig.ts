@@ -4,6 +4,7 @@ import { createControlApi } from "../../src/api/index.ts";
 import { AenvError } from "../../src/lib/errors.ts";
 import { newId } from "../../src/lib/ids.ts";
 import { createLogger } from "../../src/lib/log.ts";
+import { createObserver } from "../../src/observability/index.ts";
 import type { Orchestrator, SandboxRecord } from "../../src/orchestrator/types.ts";
 import { type Front, startFront } from "../../src/proxy/index.ts";
 import type { SnapshotRecord } from "../../src/snapshot/types.ts";
@@ -101,6 +102,14 @@ export class CliRig implements AsyncDisposable {
     const control = createControlApi({
       orchestrator,
       templates: this.#templateService(),
+      observer: createObserver({
+        identity: { nodeId: "cli-test", clusterId: newId(), serviceInstanceId: newId() },
+        version: "1.2.3",
+        commit: "test",
+        nodeVisible: true,
+        consolePath: async () => undefined,
+        log,
+      }),
       apiKeys: [API_KEY],
       defaultTimeoutSeconds: 15,
       sandboxProxyDomains: [],

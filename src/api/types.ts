@@ -1,0 +1,33 @@
+import type { Orchestrator } from "../orchestrator/types.ts";
+import type { TemplateService } from "../template/types.ts";
+
+/** What the API asks of the rooms below it. */
+export type ApiOrchestrator = Pick<
+  Orchestrator,
+  | "create"
+  | "get"
+  | "list"
+  | "kill"
+  | "pause"
+  | "resume"
+  | "connect"
+  | "setTimeout"
+  | "refresh"
+  | "accessToken"
+  | "trafficToken"
+  | "timings"
+>;
+
+export type ApiTemplates = Pick<
+  TemplateService,
+  | "create"
+  | "startBuild"
+  | "build"
+  | "list"
+  | "resolve"
+  | "delete"
+  | "assignTags"
+  | "removeTags"
+  | "tags"
+  | "setPublic"
+>;
