@@ -7,17 +7,24 @@ import { newId } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
 import { deriveEnvdToken, deriveTrafficToken } from "../lib/tokens.ts";
 import type {
+  Capture,
   CapturedState,
   GuestIdentity,
   PhaseTimings,
   RunningSandbox,
   SandboxFactory,
 } from "../sandbox/types.ts";
-import type { SnapshotRepository } from "../snapshot/types.ts";
+import { formatName, parseAlias, parseName } from "../snapshot/index.ts";
+import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
 import type { VmExit } from "../vmm/types.ts";
-import { PausedStore, type Startup } from "./store.ts";
+import { Capacity, type CapacityLimits, type Seat } from "./capacity.ts";
+import { digestFiles, Pins } from "./pins.ts";
+import { conflict, failure, notFound, shuttingDown, TRANSITIONAL, TRANSITIONS } from "./states.ts";
+import { type RunningDocument, SandboxStore, type Startup } from "./store.ts";
 import type {
   CreateSandboxRequest,
+  ForkOutcome,
+  ForkRequest,
   LifecycleEvent,
   LifecycleEventKind,
   NodeOrchestrator,
@@ -25,12 +32,24 @@ import type {
   SandboxAccess,
   SandboxRecord,
   SandboxState,
+  SnapshotFilter,
+  SnapshotRequest,
+  StartReport,
 } from "./types.ts";
+import { MAX_FORK_CHILDREN } from "./types.ts";
+
+export interface HealthOptions {
+  /** Between two looks at the same guest. */
+  readonly intervalMs: number;
+  readonly timeoutMs: number;
+  /** Looks in a row without an answer after which a sandbox counts as unresponsive. */
+  readonly failures: number;
+}
 
 export interface OrchestratorOptions {
   readonly repository: SnapshotRepository;
   readonly sandboxes: SandboxFactory;
-  /** SQLite file with the paused sandboxes. */
+  /** SQLite file with the sandboxes. */
   readonly statePath: string;
   /** Captures of paused sandboxes: `<id>/<generation>/`. */
   readonly artifactsDir: string;
@@ -40,6 +59,11 @@ export interface OrchestratorOptions {
   readonly evictIntervalMs: number;
   /** VMs that start at once; more wait. Default 8. */
   readonly maxConcurrentStarts?: number;
+  /** Starts that may wait; more are refused with 429. Default 256. */
+  readonly maxQueuedStarts?: number;
+  readonly capacity?: CapacityLimits;
+  /** How the guests' agents are watched. Absent: they are not. */
+  readonly health?: HealthOptions;
   readonly log: Logger;
   /** Told of everything that happens to a sandbox, in order; must not block. */
   readonly onEvent?: (event: LifecycleEvent) => void;
@@ -49,30 +73,16 @@ export interface OrchestratorOptions {
   readonly transitionWaitMs?: number;
 }
 
-/** Every change of state there is. Anything else is a bug, not a request. */
-const TRANSITIONS: Readonly<Record<SandboxState, readonly SandboxState[]>> = {
-  creating: ["running", "killing"],
-  resuming: ["running", "paused"],
-  running: ["pausing", "snapshotting", "forking", "killing"],
-  snapshotting: ["running", "killing"],
-  forking: ["running", "killing"],
-  pausing: ["paused", "running", "killing"],
-  paused: ["resuming", "killing"],
-  // Back to where it came from when a stop failed.
-  killing: ["running", "paused"],
-};
-
-const TRANSITIONAL: ReadonlySet<SandboxState> = new Set([
-  "creating",
-  "resuming",
-  "snapshotting",
-  "forking",
-  "pausing",
-  "killing",
-]);
-
+/** States in which the guest's network leads to the sandbox. */
+const ROUTED: ReadonlySet<SandboxState> = new Set(["running", "snapshotting", "forking"]);
+const DEFAULT_QUEUED_STARTS = 256;
 const TRANSITION_WAIT_MS = 60_000;
 const CONCURRENT_EVICTIONS = 4;
+const CONCURRENT_ADOPTIONS = 16;
+const CONCURRENT_PROBES = 16;
+const ADOPTION_TRIES = 3;
+/** Captures that children start from, in the directory of the artifacts; none outlives the process. */
+const CHECKPOINTS = "checkpoints";
 const MAX_EVICTION_BACKOFF_MS = 60_000;
 const SHUTDOWN_PASSES = 3;
 /** Ten years: past it a date is a mistake, not a wish. */
@@ -110,48 +120,48 @@ interface Entry {
   evicting: boolean;
   evictFailures: number;
   nextEvictMs: number;
+  /** Its part of the node while it is not paused. */
+  seat?: Seat;
+  probing?: boolean;
+  /** Looks at the agent without an answer since the last one with. */
+  silentProbes: number;
 }
 
-function notFound(id: string): AenvError {
-  return new AenvError({
-    code: "sandbox_not_found",
-    status: 404,
-    message: `sandbox ${id} was not found`,
-    remediation: "it may have expired or been deleted; list the sandboxes there are",
-  });
+/** An entry in a state of its own making. */
+function newEntry(
+  fields: Pick<Entry, "id" | "state" | "record" | "deadlineMs" | "startup"> & Partial<Entry>,
+): Entry {
+  return {
+    pins: [],
+    timings: {},
+    evicting: false,
+    evictFailures: 0,
+    nextEvictMs: 0,
+    silentProbes: 0,
+    ...fields,
+  };
 }
 
-function conflict(id: string, state: SandboxState, what: string): AenvError {
-  return new AenvError({
-    code: "sandbox_state_conflict",
-    status: 409,
-    message: `sandbox ${id} is ${state}: ${what}`,
-  });
+/** How a start is told of. */
+interface LaunchWords {
+  readonly done: LifecycleEventKind;
+  readonly failed: LifecycleEventKind;
+  readonly code: string;
+  readonly message: string;
 }
 
-function shuttingDown(): AenvError {
-  return new AenvError({ code: "shutting_down", status: 503, message: "the server is shutting down" });
+/** How a capture that failed is told of. */
+interface CaptureWords {
+  readonly failed: LifecycleEventKind;
+  /** `could not be paused` */
+  readonly did: string;
+  /** What it was captured into; nothing of it stays. */
+  readonly dir: string;
+  readonly startedAt: number;
 }
 
-/** Keeps the code, status and cure of the cause, and says what they did to which sandbox. */
-function failure(code: string, message: string, cause: unknown, remediation?: string): AenvError {
-  const known = cause instanceof AenvError ? cause : undefined;
-  const full = errorChain(cause).some((text) => text.includes("ENOSPC"));
-  const cure =
-    known?.remediation ?? (full ? "free space on the file system that holds $AENV_HOME" : remediation);
-  return new AenvError({
-    code: known?.code ?? (full ? "disk_full" : code),
-    status: known?.status ?? (full ? 507 : 500),
-    message: `${message}: ${errorChain(cause)[0] ?? "unknown cause"}`,
-    ...(cure === undefined ? {} : { remediation: cure }),
-    cause,
-  });
-}
-
-function digestFiles(state: CapturedState): string[] {
-  return [...state.rootfs.lowers, ...state.memory.layers]
-    .filter((layer) => layer.digest !== undefined)
-    .map((layer) => layer.file);
+function isoTime(ms: number): string {
+  return new Date(ms).toISOString();
 }
 
 class SandboxOrchestrator implements NodeOrchestrator {
@@ -162,11 +172,13 @@ class SandboxOrchestrator implements NodeOrchestrator {
   readonly #entries = new Map<string, Entry>();
   readonly #starts: Gate;
   readonly #evictions = new Gate(CONCURRENT_EVICTIONS, "evictions");
-  readonly #pinned = new Set<string>();
-  readonly #pinCounts = new Map<string, number>();
+  readonly #probes = new Gate(CONCURRENT_PROBES, "health probes", Number.MAX_SAFE_INTEGER);
+  readonly #pins = new Pins();
+  readonly #capacity: Capacity;
   readonly #background = new Set<Promise<void>>();
-  #store: PausedStore | undefined;
+  #store: SandboxStore | undefined;
   #timer: ReturnType<typeof setInterval> | undefined;
+  #healthTimer: ReturnType<typeof setInterval> | undefined;
   #closing: Promise<void> | undefined;
 
   constructor(options: OrchestratorOptions) {
@@ -174,48 +186,110 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#log = options.log;
     this.#now = options.now ?? Date.now;
     this.#waitMs = options.transitionWaitMs ?? TRANSITION_WAIT_MS;
-    this.#starts = new Gate(options.maxConcurrentStarts ?? 8, "sandbox starts");
+    this.#starts = new Gate(
+      options.maxConcurrentStarts ?? 8,
+      "sandbox starts",
+      options.maxQueuedStarts ?? DEFAULT_QUEUED_STARTS,
+    );
+    this.#capacity = new Capacity(options.capacity ?? {});
   }
 
-  get #db(): PausedStore {
+  get #db(): SandboxStore {
     assert(this.#store !== undefined, "the orchestrator was started");
     return this.#store;
   }
 
   // ---- start and end ----------------------------------------------------------------------------
 
-  async start(): Promise<void> {
-    const { statePath, artifactsDir, sandboxes, evictIntervalMs } = this.#options;
+  async start(): Promise<StartReport> {
+    const { statePath, artifactsDir, sandboxes, evictIntervalMs, health } = this.#options;
     await mkdir(artifactsDir, { recursive: true, mode: 0o700 });
-    this.#store = new PausedStore(statePath, this.#log);
-    await sandboxes.cleanUp();
+    this.#store = new SandboxStore(statePath, this.#log);
     const { documents, ids } = this.#store.load();
     for (const document of documents) {
       const { id, ...record } = document.record;
-      const entry: Entry = {
+      const entry = newEntry({
         id,
         state: "paused",
         record,
         deadlineMs: Date.parse(record.endAt),
         startup: document.startup,
         paused: { artifactDir: document.artifactDir, state: document.state },
-        pins: [],
-        timings: {},
-        evicting: false,
-        evictFailures: 0,
-        nextEvictMs: 0,
-      };
+      });
       this.#pin(entry, digestFiles(document.state));
       this.#entries.set(id, entry);
     }
+    // Before the clean-up, which takes away every VM that nobody adopted.
+    const { adopted, lost } = await this.#adoptAll();
+    await sandboxes.cleanUp();
     // What no record refers to was being written, or being removed, when an earlier process ended.
     for (const name of await readdir(artifactsDir)) {
       const entry = this.#entries.get(name);
-      if (entry !== undefined) await this.#removeOldGenerations(entry);
+      if (entry?.paused !== undefined) await this.#removeOldGenerations(entry);
       else if (!ids.has(name)) await removeTree(join(artifactsDir, name));
     }
-    if (documents.length > 0) this.#log.info({ paused: documents.length }, "paused sandboxes restored");
+    const report: StartReport = { paused: documents.length, adopted, lost };
+    if (documents.length + adopted + lost.length > 0) this.#log.info(report, "sandboxes restored");
     this.#timer = setInterval(() => this.#evictExpired(), evictIntervalMs);
+    if (health !== undefined) {
+      this.#healthTimer = setInterval(() => this.#probeAll(health), health.intervalMs);
+    }
+    return report;
+  }
+
+  // ---- adoption ---------------------------------------------------------------------------------
+
+  async #adoptAll(): Promise<{ adopted: number; lost: { id: string; reason: string }[] }> {
+    const gate = new Gate(CONCURRENT_ADOPTIONS, "adoptions", Number.MAX_SAFE_INTEGER);
+    const lost: { id: string; reason: string }[] = [];
+    let adopted = 0;
+    // A paused record is the newer one: it was written in the same step that removes the other.
+    const documents = this.#db.loadRunning().filter(({ record }) => !this.#entries.has(record.id));
+    await Promise.all(
+      documents.map((document) =>
+        gate.run(async () => {
+          const { id } = document.record;
+          try {
+            await this.#adopt(document);
+            adopted += 1;
+          } catch (error) {
+            const reason = errorChain(error).join(": ");
+            this.#log.error({ err: error, sandboxId: id }, "a running sandbox could not be taken over");
+            this.#db.deleteRunning(id);
+            this.#emit("lost", id, { reason });
+            lost.push({ id, reason });
+          }
+        }),
+      ),
+    );
+    return { adopted, lost };
+  }
+
+  async #adopt(document: RunningDocument): Promise<void> {
+    const { id, ...record } = document.record;
+    const entry = newEntry({
+      id,
+      state: "running",
+      record,
+      deadlineMs: Date.parse(record.endAt),
+      startup: document.startup,
+    });
+    for (let attempt = 1; ; attempt++) {
+      try {
+        const running = await this.#options.sandboxes.adopt(this.#identity(entry));
+        entry.seat = this.#capacity.take(record.memoryMiB, "force");
+        this.#pin(entry, document.pins);
+        this.#entries.set(id, entry);
+        this.#attach(entry, running);
+        this.#emit("adopted", id);
+        return;
+      } catch (error) {
+        // That something is gone is final; that something did not answer need not be.
+        const gone = error instanceof AenvError && error.code === "sandbox_not_adoptable";
+        if (gone || attempt === ADOPTION_TRIES) throw error;
+        this.#log.warn({ err: error, sandboxId: id, attempt }, "adoption failed, trying again");
+      }
+    }
   }
 
   shutdown(): Promise<void> {
@@ -229,6 +303,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   async #shutdown(): Promise<void> {
     clearInterval(this.#timer);
+    clearInterval(this.#healthTimer);
     const failures = new Map<string, unknown>();
     for (let pass = 0; pass < SHUTDOWN_PASSES; pass++) {
       const open = [...this.#entries.values()].filter((entry) => entry.state !== "paused");
@@ -333,7 +408,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   #view(entry: Entry): SandboxRecord {
     const { record, state, deadlineMs, seen } = entry;
     if (seen?.record === record && seen.state === state && seen.deadlineMs === deadlineMs) return seen.view;
-    const view = { id: entry.id, ...record, state, endAt: new Date(deadlineMs).toISOString() };
+    const view = { id: entry.id, ...record, state, endAt: isoTime(deadlineMs) };
     entry.seen = { record, state, deadlineMs, view };
     return view;
   }
@@ -347,6 +422,25 @@ class SandboxOrchestrator implements NodeOrchestrator {
     entry.nextEvictMs = 0;
   }
 
+  /** The deadline of a running sandbox; what the caller is told outlives this process. */
+  #moveDeadline(entry: Entry, timeoutSeconds: number, mode: "exact" | "extend"): void {
+    const { deadlineMs, record } = entry;
+    this.#setDeadline(entry, timeoutSeconds, mode);
+    if (entry.deadlineMs === deadlineMs) return;
+    try {
+      this.#db.putRunning(this.#runningDocument(entry));
+    } catch (error) {
+      entry.deadlineMs = deadlineMs;
+      entry.record = record;
+      throw error;
+    }
+  }
+
+  #runningDocument(entry: Entry): RunningDocument {
+    const { state: _, ...record } = this.#view(entry);
+    return { version: 1, record, startup: entry.startup, pins: entry.pins };
+  }
+
   #checkTimeout(seconds: number): void {
     if (Number.isInteger(seconds) && seconds >= 0 && seconds <= MAX_TIMEOUT_SECONDS) return;
     throw new AenvError({
@@ -357,32 +451,32 @@ class SandboxOrchestrator implements NodeOrchestrator {
   }
 
   #pin(entry: Entry, files: readonly string[]): void {
-    for (const file of files) {
-      this.#pinCounts.set(file, (this.#pinCounts.get(file) ?? 0) + 1);
-      this.#pinned.add(file);
-    }
-    const before = entry.pins;
+    this.#pins.add(files);
+    this.#pins.remove(entry.pins);
     entry.pins = files;
-    this.#unpin(before);
   }
 
-  #unpin(files: readonly string[]): void {
-    for (const file of files) {
-      const users = (this.#pinCounts.get(file) ?? 0) - 1;
-      if (users > 0) {
-        this.#pinCounts.set(file, users);
-        continue;
-      }
-      this.#pinCounts.delete(file);
-      this.#pinned.delete(file);
+  /** Gives its part of the node back. */
+  #leave(entry: Entry): void {
+    entry.seat?.[Symbol.dispose]();
+    entry.seat = undefined;
+  }
+
+  /** The record of a running sandbox goes; failing that, the next start finds that there is no VM. */
+  #forgetRunning(entry: Entry): void {
+    try {
+      this.#db.deleteRunning(entry.id);
+    } catch (error) {
+      this.#log.error({ err: error, sandboxId: entry.id }, "record of an ended sandbox was not removed");
     }
   }
 
   #remove(entry: Entry): void {
     this.#entries.delete(entry.id);
     entry.operation = undefined;
-    this.#unpin(entry.pins);
+    this.#pins.remove(entry.pins);
     entry.pins = [];
+    this.#leave(entry);
   }
 
   #emit(kind: LifecycleEventKind, sandboxId: string, more: Partial<LifecycleEvent> = {}): void {
@@ -420,8 +514,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
   #attach(entry: Entry, running: RunningSandbox): void {
     const instance: Instance = { id: newId(), running, gone: new AbortController() };
     entry.instance = instance;
+    entry.silentProbes = 0;
+    const { unresponsiveSince: _, ...record } = entry.record;
     entry.record = {
-      ...entry.record,
+      ...record,
       envdVersion: running.envdVersion,
       cpuCount: running.shape.vcpuCount,
       memoryMiB: running.shape.memoryMiB,
@@ -473,6 +569,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       );
     }
     entry.instance = undefined;
+    this.#forgetRunning(entry);
     this.#remove(entry);
     this.#emit("lost", entry.id, { reason: why });
     await removeTree(join(this.#options.artifactsDir, entry.id));
@@ -506,67 +603,78 @@ class SandboxOrchestrator implements NodeOrchestrator {
       });
     }
     this.#refuseWhenClosing();
-    const { context } = committed;
     const now = this.#now();
     const { template: _, ...wishes } = request;
     const alias = snapshot.aliases[0];
-    const entry: Entry = {
+    const entry = newEntry({
       id: newId(),
       state: "creating",
       record: {
         ...wishes,
         templateId: snapshot.templateId,
         ...(alias === undefined ? {} : { alias }),
-        startedAt: new Date(now).toISOString(),
-        endAt: new Date(now + request.timeoutSeconds * 1000).toISOString(),
+        startedAt: isoTime(now),
+        endAt: isoTime(now + request.timeoutSeconds * 1000),
         ...snapshot.resources,
         envdVersion: committed.state.envdVersion,
       },
       deadlineMs: now + request.timeoutSeconds * 1000,
-      startup: {
-        envVars: { ...context.envVars, ...request.envVars },
-        ...(context.user === undefined || context.user === "" ? {} : { defaultUser: context.user }),
-        ...(context.workdir === undefined || context.workdir === ""
-          ? {}
-          : { defaultWorkdir: context.workdir }),
-      },
-      pins: [],
-      timings: {},
-      evicting: false,
-      evictFailures: 0,
-      nextEvictMs: 0,
-    };
+      startup: startupOf(committed, request.envVars),
+    });
+    return this.#launch(entry, committed.state, {
+      done: "created",
+      failed: "create_failed",
+      code: "sandbox_create_failed",
+      message: `no sandbox could be started from template ${request.template}`,
+    });
+  }
+
+  /** A new sandbox from a captured state. On an error nothing of it is left and it was in no list. */
+  async #launch(entry: Entry, state: CapturedState, words: LaunchWords): Promise<SandboxRecord> {
+    entry.seat = this.#capacity.take(entry.record.memoryMiB);
     this.#entries.set(entry.id, entry);
-    this.#pin(entry, digestFiles(committed.state));
+    this.#pin(entry, digestFiles(state));
     this.#emit("creating", entry.id);
     const began = performance.now();
     return this.#track(entry, async () => {
+      let running: RunningSandbox | undefined;
       try {
-        const running = await this.#startInstance(entry, committed.state);
+        running = await this.#startInstance(entry, state);
         this.#attach(entry, running);
         entry.timings.create = running.timings;
-        this.#setDeadline(entry, request.timeoutSeconds, "exact");
+        this.#setDeadline(entry, entry.record.timeoutSeconds, "exact");
+        this.#db.putRunning(this.#runningDocument(entry));
         this.#rest(entry);
-        this.#emit("created", entry.id, { durationMs: performance.now() - began, phases: running.timings });
+        this.#emit(words.done, entry.id, {
+          durationMs: performance.now() - began,
+          phases: running.timings,
+        });
         return this.#view(entry);
       } catch (error) {
+        entry.instance = undefined;
         this.#remove(entry);
-        this.#emit("create_failed", entry.id, {
+        await this.#stopFailed(entry, running);
+        this.#emit(words.failed, entry.id, {
           durationMs: performance.now() - began,
           reason: errorChain(error)[0] ?? "unknown cause",
         });
         if (error instanceof AenvError && error.code === "shutting_down") throw error;
-        this.#log.error(
-          { err: error, sandboxId: entry.id, template: request.template },
-          "sandbox was not created",
-        );
-        throw failure(
-          "sandbox_create_failed",
-          `no sandbox could be started from template ${request.template}`,
-          error,
-        );
+        this.#log.error({ err: error, sandboxId: entry.id }, words.message);
+        throw failure(words.code, words.message, error);
       }
     });
+  }
+
+  /** Ends the VM of a start that failed after it. */
+  async #stopFailed(entry: Entry, running: RunningSandbox | undefined): Promise<void> {
+    try {
+      await running?.stop();
+    } catch (error) {
+      this.#log.error(
+        { err: error, sandboxId: entry.id },
+        "the VM of a failed start could not be stopped; the next start of the server cleans up",
+      );
+    }
   }
 
   /** Starts a VM from a captured state; on return it runs and the server is not shutting down. */
@@ -576,6 +684,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       this.#refuseWhenClosing();
       return this.#options.sandboxes.resume({ identity: this.#identity(entry), state });
     });
+    entry.seat?.started();
     if (this.#closing === undefined) return running;
     await running.stop();
     throw shuttingDown();
@@ -607,7 +716,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
     // On its way out is gone, for traffic as for every other request.
     if (entry === undefined || entry.state === "killing") return { kind: "not_found" };
     if (entry.state === "paused") return { kind: "paused", autoResume: entry.record.autoResume };
-    if (entry.state !== "running") return { kind: "transitional", state: entry.state };
+    // In place: the guest stands still for a moment and then answers whatever came meanwhile.
+    if (!ROUTED.has(entry.state)) return { kind: "transitional", state: entry.state };
     const { instance } = entry;
     if (instance === undefined || instance.exit !== undefined) return { kind: "route_missing" };
     return {
@@ -663,6 +773,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
         throw failure("sandbox_stop_failed", `sandbox ${entry.id} could not be stopped and runs on`, error);
       }
       entry.instance = undefined;
+      this.#forgetRunning(entry);
     }
     if (paused !== undefined) {
       try {
@@ -704,31 +815,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const { running } = instance;
     const startedAt = performance.now();
     const artifactDir = join(this.#options.artifactsDir, entry.id, newId());
-    this.#cut(instance, "the sandbox is being paused");
-    const failed = (error: unknown): void =>
-      this.#emit("pause_failed", entry.id, {
-        durationMs: performance.now() - startedAt,
-        reason: errorChain(error)[0] ?? "unknown cause",
-      });
-
-    const backToWork = async (): Promise<void> => {
-      if (instance.exit === undefined) {
-        try {
-          // Its clock stood still.
-          await running.reinit(this.#identity(entry));
-        } catch (error) {
-          this.#log.warn({ err: error, sandboxId: entry.id }, "guest clock was not set after a failed pause");
-        }
-      }
-      instance.gone = new AbortController();
-      this.#rest(entry);
-    };
-    const lost = async (error: unknown): Promise<never> => {
-      failed(error);
-      this.#log.error({ err: error, sandboxId: entry.id }, "sandbox could not be paused and cannot go on");
-      this.#move(entry, "killing");
-      await this.#discard(entry, instance, "the sandbox was lost");
-      throw failure("capture_terminal", `sandbox ${entry.id} could not be paused and was lost`, error);
+    const words: CaptureWords = {
+      failed: "pause_failed",
+      did: "could not be paused",
+      dir: artifactDir,
+      startedAt,
     };
 
     let state: CapturedState;
@@ -737,34 +828,34 @@ class SandboxOrchestrator implements NodeOrchestrator {
       state = captured.state;
       entry.timings.pause = captured.timings;
     } catch (error) {
-      if (error instanceof AenvError && error.code === "capture_terminal") return lost(error);
-      await removeTree(artifactDir).catch((cleanup: unknown) =>
-        this.#log.warn({ err: cleanup, artifactDir }, "an incomplete capture was not removed"),
-      );
-      this.#log.error({ err: error, sandboxId: entry.id }, "pause failed; the sandbox runs on");
-      await backToWork();
-      failed(error);
-      throw failure("pause_failed", `sandbox ${entry.id} could not be paused and runs on`, error);
+      throw await this.#captureFailed(entry, instance, error, words);
     }
 
     try {
       const { id, state: _, ...record } = this.#view(entry);
-      this.#db.put({ version: 1, record: { id, ...record }, startup: entry.startup, artifactDir, state });
+      this.#db.setPaused({
+        version: 1,
+        record: { id, ...record },
+        startup: entry.startup,
+        artifactDir,
+        state,
+      });
     } catch (error) {
+      let outcome: unknown = error;
       try {
         await running.resumeInPlace();
       } catch (resumeError) {
-        return lost(new AggregateError([error, resumeError], errorChain(error).join(": ")));
+        outcome = new AenvError({
+          code: "capture_terminal",
+          message: `${errorChain(error).join(": ")}; and it does not run again`,
+          cause: new AggregateError([error, resumeError]),
+        });
       }
-      await removeTree(artifactDir).catch((cleanup: unknown) =>
-        this.#log.warn({ err: cleanup, artifactDir }, "an unused capture was not removed"),
-      );
-      await backToWork();
-      failed(error);
-      throw failure("pause_failed", `sandbox ${entry.id} could not be paused and runs on`, error);
+      throw await this.#captureFailed(entry, instance, outcome, words);
     }
 
     // Durable from here on. The stop comes before the state: a resume must not meet the old VM.
+    this.#cut(instance, "the sandbox was paused");
     entry.paused = { artifactDir, state };
     entry.instance = undefined;
     this.#pin(entry, digestFiles(state));
@@ -773,6 +864,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     } catch (error) {
       this.#log.error({ err: error, sandboxId: entry.id }, "the VM of a paused sandbox could not be stopped");
     }
+    this.#leave(entry);
     this.#move(entry, "paused");
     const totalMs = performance.now() - startedAt;
     this.#log.info({ sandboxId: entry.id, timings: entry.timings.pause, totalMs }, "sandbox paused");
@@ -781,6 +873,248 @@ class SandboxOrchestrator implements NodeOrchestrator {
       ...(entry.timings.pause === undefined ? {} : { phases: entry.timings.pause }),
     });
     this.#inBackground("old captures were not removed", this.#removeOldGenerations(entry));
+  }
+
+  /** After a capture that failed: the sandbox runs as before, or is gone. Returns the error for the caller. */
+  async #captureFailed(
+    entry: Entry,
+    instance: Instance,
+    error: unknown,
+    words: CaptureWords,
+  ): Promise<AenvError> {
+    await removeTree(words.dir).catch((cleanup: unknown) =>
+      this.#log.warn({ err: cleanup, dir: words.dir }, "a capture of no use was not removed"),
+    );
+    this.#emit(words.failed, entry.id, {
+      durationMs: performance.now() - words.startedAt,
+      reason: errorChain(error)[0] ?? "unknown cause",
+    });
+    if (error instanceof AenvError && error.code === "capture_terminal") {
+      this.#log.error({ err: error, sandboxId: entry.id }, `sandbox ${words.did} and cannot go on`);
+      this.#move(entry, "killing");
+      await this.#discard(entry, instance, "the sandbox was lost");
+      return failure("capture_terminal", `sandbox ${entry.id} ${words.did} and was lost`, error);
+    }
+    this.#log.error({ err: error, sandboxId: entry.id }, `sandbox ${words.did} and runs on`);
+    await this.#retell(entry, instance);
+    this.#rest(entry);
+    return failure(words.failed, `sandbox ${entry.id} ${words.did} and runs on`, error);
+  }
+
+  /** Tells a guest that stood still for a moment what time it is. */
+  async #retell(entry: Entry, instance: Instance): Promise<void> {
+    if (instance.exit !== undefined) return;
+    try {
+      await instance.running.reinit(this.#identity(entry));
+    } catch (error) {
+      this.#log.warn({ err: error, sandboxId: entry.id }, "guest clock was not set after a capture");
+    }
+  }
+
+  // ---- fork and snapshot ------------------------------------------------------------------------
+
+  /** State is `snapshotting` or `forking`; ends in `running`, or without the sandbox. */
+  async #checkpoint(entry: Entry, words: CaptureWords): Promise<Capture> {
+    const { instance } = entry;
+    assert(instance !== undefined, `running sandbox ${entry.id} has an instance`);
+    try {
+      const captured = await instance.running.checkpoint(words.dir);
+      await this.#retell(entry, instance);
+      this.#rest(entry);
+      return captured;
+    } catch (error) {
+      throw await this.#captureFailed(entry, instance, error, words);
+    }
+  }
+
+  #checkpointDir(): string {
+    return join(this.#options.artifactsDir, CHECKPOINTS, newId());
+  }
+
+  #runningOnly(id: string, what: string): Entry {
+    const entry = this.#find(id);
+    if (entry.state !== "running") {
+      throw conflict(id, entry.state, `only a running sandbox can be ${what}`);
+    }
+    return entry;
+  }
+
+  async fork(id: string, request: ForkRequest): Promise<ForkOutcome[]> {
+    this.#refuseWhenClosing();
+    const { count, timeoutSeconds } = request;
+    if (!Number.isInteger(count) || count < 1 || count > MAX_FORK_CHILDREN) {
+      throw new AenvError({
+        code: "invalid_count",
+        status: 400,
+        message: `${count} is not a number of children from 1 to ${MAX_FORK_CHILDREN}`,
+      });
+    }
+    if (timeoutSeconds !== undefined) this.#checkTimeout(timeoutSeconds);
+    const source = this.#runningOnly(id, "forked");
+    const dir = this.#checkpointDir();
+    const words: CaptureWords = {
+      failed: "fork_failed",
+      did: "could not be forked",
+      dir,
+      startedAt: performance.now(),
+    };
+    const { state, timings } = await this.#operate(source, "forking", () => this.#checkpoint(source, words));
+    source.timings.fork = timings;
+    using _ = this.#pins.hold(digestFiles(state));
+    try {
+      const children = Array.from({ length: count }, (_, index) =>
+        this.#forkChild(source, state, timeoutSeconds ?? source.record.timeoutSeconds, index),
+      );
+      const outcomes = await Promise.all(children);
+      const failed = outcomes.filter((outcome) => "error" in outcome).length;
+      this.#log.info({ sandboxId: id, children: count, failed, timings }, "sandbox forked");
+      return outcomes;
+    } finally {
+      // Each child has links of its own to what it runs on.
+      this.#inBackground("the checkpoint of a fork was not removed", removeTree(dir));
+    }
+  }
+
+  async #forkChild(
+    source: Entry,
+    state: CapturedState,
+    timeoutSeconds: number,
+    index: number,
+  ): Promise<ForkOutcome> {
+    const now = this.#now();
+    const { unresponsiveSince: _, ...inherited } = source.record;
+    const deadlineMs = now + timeoutSeconds * 1000;
+    const child = newEntry({
+      id: newId(),
+      state: "creating",
+      record: { ...inherited, startedAt: isoTime(now), endAt: isoTime(deadlineMs), timeoutSeconds },
+      deadlineMs,
+      startup: source.startup,
+    });
+    try {
+      const record = await this.#launch(child, state, {
+        done: "forked",
+        failed: "fork_failed",
+        code: "sandbox_fork_failed",
+        message: `child ${index + 1} of sandbox ${source.id} could not be started`,
+      });
+      return { record };
+    } catch (error) {
+      return { error: failure("sandbox_fork_failed", `child ${index + 1} was not started`, error) };
+    }
+  }
+
+  async snapshot(id: string, request: SnapshotRequest): Promise<SnapshotRecord> {
+    this.#refuseWhenClosing();
+    const { repository } = this.#options;
+    const { name } = request;
+    this.#runningOnly(id, "snapshotted");
+    // Before the guest has to stand still for a name that cannot be had.
+    if (name !== undefined) {
+      const holder = await repository.resolve(formatName(parseAlias(name).base, parseAlias(name).tag));
+      if (holder?.source.kind === "template") throw nameTaken(name, holder.templateId);
+    }
+    this.#refuseWhenClosing();
+    const source = this.#runningOnly(id, "snapshotted");
+    const dir = this.#checkpointDir();
+    const startedAt = performance.now();
+    const words: CaptureWords = {
+      failed: "snapshot_failed",
+      did: "could not be snapshotted",
+      dir,
+      startedAt,
+    };
+    const { state, timings } = await this.#operate(source, "snapshotting", () =>
+      this.#checkpoint(source, words),
+    );
+    using _ = this.#pins.hold(digestFiles(state));
+    try {
+      const publishing = performance.now();
+      const committed = await this.#publish(source, state, name);
+      const publish = Math.round((performance.now() - publishing) * 100) / 100;
+      const total = Math.round((performance.now() - startedAt) * 100) / 100;
+      const phases = { ...timings, publish, total };
+      source.timings.snapshot = phases;
+      this.#emit("snapshotted", id, { durationMs: total, phases });
+      this.#log.info({ sandboxId: id, snapshotId: committed.id, name, timings: phases }, "snapshot made");
+      return committed;
+    } catch (error) {
+      this.#emit("snapshot_failed", id, {
+        durationMs: performance.now() - startedAt,
+        reason: errorChain(error)[0] ?? "unknown cause",
+      });
+      throw failure("snapshot_failed", `the snapshot of sandbox ${id} could not be stored`, error);
+    } finally {
+      this.#inBackground("the capture of a snapshot was not removed", removeTree(dir));
+    }
+  }
+
+  async #publish(source: Entry, state: CapturedState, name: string | undefined): Promise<SnapshotRecord> {
+    const { repository } = this.#options;
+    const { envVars, defaultUser, defaultWorkdir, image, imageReference } = source.startup;
+    const { cpuCount, memoryMiB, diskSizeMiB } = source.record;
+    const id = newId();
+    const now = isoTime(this.#now());
+    const record: SnapshotRecord = {
+      id,
+      templateId: id,
+      aliases: [],
+      public: false,
+      source: { kind: "sandbox", sourceSandboxId: source.id },
+      resources: { cpuCount, memoryMiB, diskSizeMiB },
+      createdAt: now,
+      updatedAt: now,
+      committed: {
+        state,
+        context: {
+          exposedPorts: [],
+          volumes: [],
+          labels: {},
+          ...image,
+          envVars,
+          ...(defaultUser === undefined ? {} : { user: defaultUser }),
+          ...(defaultWorkdir === undefined ? {} : { workdir: defaultWorkdir }),
+        },
+        ...(imageReference === undefined ? {} : { imageReference }),
+      },
+    };
+    const committed = await repository.commit(record, state);
+    if (name === undefined) return committed;
+    try {
+      await repository.bindAlias(name, id);
+    } catch (error) {
+      await repository.delete(id);
+      const taken = error instanceof AenvError && error.code === "alias_conflict";
+      throw taken ? nameTaken(name, undefined, error) : error;
+    }
+    return (await repository.get(id)) ?? committed;
+  }
+
+  async listSnapshots(filter: SnapshotFilter): Promise<SnapshotRecord[]> {
+    const name = filter.name === undefined ? undefined : parseName(filter.name);
+    if (filter.name !== undefined && name === undefined) return [];
+    const named = ({ id, aliases }: SnapshotRecord): boolean =>
+      name === undefined ||
+      (name.isId ? id === name.base : aliases.some((alias) => parseAlias(alias).base === name.base));
+    const records = (await this.#options.repository.list()).filter(
+      (record) =>
+        record.source.kind === "sandbox" &&
+        record.committed !== undefined &&
+        (filter.sandboxId === undefined || record.source.sourceSandboxId === filter.sandboxId) &&
+        named(record),
+    );
+    return records.sort((a, b) => (a.createdAt + a.id < b.createdAt + b.id ? 1 : -1));
+  }
+
+  async getSnapshot(name: string): Promise<SnapshotRecord> {
+    const record = await this.#options.repository.resolve(name);
+    if (record?.source.kind === "sandbox" && record.committed !== undefined) return record;
+    throw new AenvError({
+      code: "snapshot_not_found",
+      status: 404,
+      message: `snapshot ${name} was not found`,
+      remediation: "list the snapshots with GET /snapshots",
+    });
   }
 
   /** Captures other than the current one. Layers they share with it have a link of their own there. */
@@ -803,7 +1137,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       const entry = this.#find(id);
       switch (entry.state) {
         case "running":
-          this.#setDeadline(entry, timeoutSeconds, "exact");
+          this.#moveDeadline(entry, timeoutSeconds, "exact");
           return this.#view(entry);
         case "paused":
           await this.#operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
@@ -828,7 +1162,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       const entry = this.#find(id);
       switch (entry.state) {
         case "running":
-          this.#setDeadline(entry, timeoutSeconds, "extend");
+          this.#moveDeadline(entry, timeoutSeconds, "extend");
           return { record: this.#view(entry), resumed: false };
         case "paused":
           await this.#operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
@@ -844,23 +1178,23 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   /** State is `resuming`; ends in `running`, or in `paused` with everything intact. */
   async #resume(entry: Entry, timeoutSeconds: number): Promise<void> {
-    const { paused } = entry;
+    const { paused, deadlineMs, record } = entry;
     assert(paused !== undefined, `paused sandbox ${entry.id} has a captured state`);
     const startedAt = performance.now();
     let running: RunningSandbox | undefined;
     try {
+      entry.seat = this.#capacity.take(record.memoryMiB);
       this.#db.setLifecycle(entry.id, "resuming");
       running = await this.#startInstance(entry, paused.state);
-      this.#db.delete(entry.id);
+      this.#attach(entry, running);
+      this.#setDeadline(entry, timeoutSeconds, "exact");
+      this.#db.setResumed(this.#runningDocument(entry));
     } catch (error) {
-      try {
-        await running?.stop();
-      } catch (stopError) {
-        this.#log.error(
-          { err: stopError, sandboxId: entry.id },
-          "the VM of a failed resume could not be stopped",
-        );
-      }
+      entry.instance = undefined;
+      entry.deadlineMs = deadlineMs;
+      entry.record = record;
+      await this.#stopFailed(entry, running);
+      this.#leave(entry);
       try {
         this.#db.setLifecycle(entry.id, "paused");
       } catch (storeError) {
@@ -882,9 +1216,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       );
     }
     entry.paused = undefined;
-    this.#attach(entry, running);
     entry.timings.resume = running.timings;
-    this.#setDeadline(entry, timeoutSeconds, "exact");
     this.#rest(entry);
     this.#emit("resumed", entry.id, { durationMs: performance.now() - startedAt, phases: running.timings });
     // The running sandbox holds links of its own to the layers it needs.
@@ -907,14 +1239,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async setTimeout(id: string, timeoutSeconds: number): Promise<void> {
     this.#refuseWhenClosing();
     this.#checkTimeout(timeoutSeconds);
-    this.#setDeadline(await this.#forDeadline(id), timeoutSeconds, "exact");
+    this.#moveDeadline(await this.#forDeadline(id), timeoutSeconds, "exact");
   }
 
   async refresh(id: string, durationSeconds?: number): Promise<void> {
     this.#refuseWhenClosing();
     const seconds = durationSeconds ?? this.#options.defaultTimeoutSeconds;
     this.#checkTimeout(seconds);
-    this.#setDeadline(await this.#forDeadline(id), seconds, "extend");
+    this.#moveDeadline(await this.#forDeadline(id), seconds, "extend");
   }
 
   async autoResume(id: string): Promise<void> {
@@ -1011,11 +1343,76 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
   }
 
+  // ---- health -----------------------------------------------------------------------------------
+
+  /** A guest can hang while its VM runs. That is told, not judged: what it holds may be worth saving. */
+  #probeAll(options: HealthOptions): void {
+    for (const entry of this.#entries.values()) {
+      if (entry.state !== "running" || entry.probing === true) continue;
+      entry.probing = true;
+      void this.#probes
+        .run(() => this.#probe(entry, options))
+        .finally(() => {
+          entry.probing = false;
+        });
+    }
+  }
+
+  async #probe(entry: Entry, { timeoutMs, failures }: HealthOptions): Promise<void> {
+    const { instance } = entry;
+    if (entry.state !== "running" || instance === undefined) return;
+    const silence = await instance.running.probe(timeoutMs).then(
+      () => undefined,
+      (error: unknown) => error,
+    );
+    // It says nothing about what another operation has made of the sandbox meanwhile.
+    if (entry.state !== "running" || entry.instance !== instance) return;
+    if (silence === undefined) {
+      entry.silentProbes = 0;
+      const { unresponsiveSince, ...record } = entry.record;
+      if (unresponsiveSince === undefined) return;
+      entry.record = record;
+      this.#log.info({ sandboxId: entry.id, unresponsiveSince }, "the guest agent answers again");
+      this.#emit("responsive", entry.id);
+      return;
+    }
+    entry.silentProbes += 1;
+    if (entry.silentProbes !== failures) return;
+    entry.record = { ...entry.record, unresponsiveSince: isoTime(this.#now()) };
+    this.#log.warn({ err: silence, sandboxId: entry.id, failures }, "the guest agent does not answer");
+    this.#emit("unresponsive", entry.id, { reason: errorChain(silence).join(": ") });
+  }
+
   // ---- garbage ----------------------------------------------------------------------------------
 
   async collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }> {
-    return this.#options.repository.collect(this.#pinned);
+    return this.#options.repository.collect(this.#pins.files);
   }
+}
+
+function nameTaken(name: string, templateId: string | undefined, cause?: unknown): AenvError {
+  return new AenvError({
+    code: "alias_conflict",
+    status: 400,
+    message: `the name ${name} belongs to template ${templateId ?? "of another kind"}`,
+    remediation: "choose another name: a snapshot takes over another snapshot's, never a template's",
+    cause,
+  });
+}
+
+/** What sandboxes of a template or snapshot are started with, the request's variables on top. */
+function startupOf(
+  committed: NonNullable<SnapshotRecord["committed"]>,
+  envVars: Readonly<Record<string, string>>,
+): Startup {
+  const { envVars: own, user, workdir, ...image } = committed.context;
+  return {
+    envVars: { ...own, ...envVars },
+    ...(user === undefined || user === "" ? {} : { defaultUser: user }),
+    ...(workdir === undefined || workdir === "" ? {} : { defaultWorkdir: workdir }),
+    image,
+    ...(committed.imageReference === undefined ? {} : { imageReference: committed.imageReference }),
+  };
 }
 
 async function namesIn(dir: string): Promise<string[]> {

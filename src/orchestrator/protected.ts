@@ -8,16 +8,18 @@ import { existsSync } from "node:fs";
 export function hasTokenProtectedSandboxes(statePath: string): boolean {
   if (!existsSync(statePath)) return false;
   using db = new Database(statePath, { strict: true });
-  const [table] = db
-    .query<{ n: number }, []>("SELECT count(*) AS n FROM sqlite_master WHERE name = 'sandboxes'")
-    .all();
-  if (table?.n !== 1) return false;
-  const [row] = db
-    .query<{ n: number }, []>(
-      `SELECT count(*) AS n FROM sandboxes WHERE json_valid(document)
-       AND (json_extract(document, '$.record.secure') = 1
-            OR json_extract(document, '$.record.network.allowPublicTraffic') = 0)`,
-    )
-    .all();
-  return (row?.n ?? 0) > 0;
+  return ["sandboxes", "running"].some((table) => {
+    const [found] = db
+      .query<{ n: number }, [string]>("SELECT count(*) AS n FROM sqlite_master WHERE name = ?")
+      .all(table);
+    if (found?.n !== 1) return false;
+    const [row] = db
+      .query<{ n: number }, []>(
+        `SELECT count(*) AS n FROM ${table} WHERE json_valid(document)
+         AND (json_extract(document, '$.record.secure') = 1
+              OR json_extract(document, '$.record.network.allowPublicTraffic') = 0)`,
+      )
+      .all();
+    return (row?.n ?? 0) > 0;
+  });
 }

@@ -4,6 +4,7 @@ import { dirname } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { CapturedState } from "../sandbox/types.ts";
+import type { StartupContext } from "../snapshot/types.ts";
 import type { SandboxRecord } from "./types.ts";
 
 /** What a sandbox is started with besides its record: image and build results plus the request's own. */
@@ -11,6 +12,9 @@ export interface Startup {
   readonly envVars: Readonly<Record<string, string>>;
   readonly defaultUser?: string;
   readonly defaultWorkdir?: string;
+  /** The rest of what its template or snapshot says, for snapshots made of it. */
+  readonly image?: Omit<StartupContext, "envVars" | "user" | "workdir">;
+  readonly imageReference?: string;
 }
 
 /** A paused sandbox as it is kept on disk. Tokens are not in it: they are derived. */
@@ -23,15 +27,26 @@ export interface PausedDocument {
   readonly state: CapturedState;
 }
 
+/** A running sandbox as another process finds it: with the files of the sandbox room it can be adopted. */
+export interface RunningDocument {
+  readonly version: 1;
+  readonly record: Omit<SandboxRecord, "state">;
+  readonly startup: Startup;
+  /** Content-addressed files it runs on. */
+  readonly pins: readonly string[];
+}
+
 /** `resuming` marks that a start was under way: the artifacts are immutable, so it can be tried again. */
 export type Lifecycle = "paused" | "resuming";
 
 /**
- * Durable records of paused sandboxes: SQLite, WAL, one fsync per change. A call that returned is on
- * stable storage.
+ * Durable records of sandboxes: SQLite, WAL. A call about a paused one that returned is on stable storage. A
+ * call about a running one survives the process, not the host: neither does its VM.
  */
-export class PausedStore implements Disposable {
+export class SandboxStore implements Disposable {
   readonly #db: Database;
+  /** The same file without an fsync per change. */
+  readonly #swift: Database;
   readonly #log: Logger;
 
   constructor(path: string, log: Logger) {
@@ -46,6 +61,10 @@ export class PausedStore implements Disposable {
       lifecycle TEXT NOT NULL CHECK (lifecycle IN ('paused', 'resuming')),
       document TEXT NOT NULL
     ) STRICT`);
+    this.#db.run("CREATE TABLE IF NOT EXISTS running (id TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT");
+    this.#swift = new Database(path, { strict: true });
+    this.#swift.run("PRAGMA synchronous = NORMAL");
+    this.#swift.run("PRAGMA busy_timeout = 2000");
   }
 
   /**
@@ -74,11 +93,64 @@ export class PausedStore implements Disposable {
     return { documents, ids: new Set(rows.map((row) => row.id)) };
   }
 
-  put(document: PausedDocument): void {
+  /** Every readable record of a sandbox that ran; the others are reported and dropped: nothing can use them. */
+  loadRunning(): RunningDocument[] {
+    const rows = this.#db
+      .query<{ id: string; document: string }, []>("SELECT id, document FROM running ORDER BY id")
+      .all();
+    const documents: RunningDocument[] = [];
+    for (const row of rows) {
+      try {
+        const document = JSON.parse(row.document) as Partial<RunningDocument>;
+        if (document.version !== 1 || document.record?.id !== row.id || document.startup === undefined) {
+          throw new Error(`not a record of version 1 of sandbox ${row.id}`);
+        }
+        documents.push(document as RunningDocument);
+      } catch (error) {
+        this.#log.error({ err: error, sandboxId: row.id }, "record of a running sandbox cannot be read");
+        this.deleteRunning(row.id);
+      }
+    }
+    return documents;
+  }
+
+  putRunning(document: RunningDocument): void {
     this.#write(document.record.id, () => {
-      this.#db
-        .query("INSERT OR REPLACE INTO sandboxes (id, lifecycle, document) VALUES (?, 'paused', ?)")
+      this.#swift
+        .query("INSERT OR REPLACE INTO running (id, document) VALUES (?, ?)")
         .run(document.record.id, JSON.stringify(document));
+    });
+  }
+
+  deleteRunning(id: string): void {
+    this.#write(id, () => {
+      this.#swift.query("DELETE FROM running WHERE id = ?").run(id);
+    });
+  }
+
+  /** From paused to running, in one step. */
+  setResumed(document: RunningDocument): void {
+    const { id } = document.record;
+    this.#write(id, () => {
+      this.#db.transaction(() => {
+        this.#db
+          .query("INSERT OR REPLACE INTO running (id, document) VALUES (?, ?)")
+          .run(id, JSON.stringify(document));
+        this.#db.query("DELETE FROM sandboxes WHERE id = ?").run(id);
+      })();
+    });
+  }
+
+  /** From running to paused, in one step. */
+  setPaused(document: PausedDocument): void {
+    const { id } = document.record;
+    this.#write(id, () => {
+      this.#db.transaction(() => {
+        this.#db
+          .query("INSERT OR REPLACE INTO sandboxes (id, lifecycle, document) VALUES (?, 'paused', ?)")
+          .run(id, JSON.stringify(document));
+        this.#db.query("DELETE FROM running WHERE id = ?").run(id);
+      })();
     });
   }
 
@@ -110,6 +182,7 @@ export class PausedStore implements Disposable {
   }
 
   [Symbol.dispose](): void {
+    this.#swift.close();
     this.#db.close();
   }
 }

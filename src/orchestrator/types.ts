@@ -1,4 +1,6 @@
+import type { AenvError } from "../lib/errors.ts";
 import type { PhaseTimings } from "../sandbox/types.ts";
+import type { SnapshotRecord } from "../snapshot/types.ts";
 
 export type SandboxState =
   | "creating"
@@ -9,6 +11,8 @@ export type SandboxState =
   | "pausing"
   | "paused"
   | "killing";
+
+export const MAX_FORK_CHILDREN = 100;
 
 export interface NetworkConfig {
   readonly allowPublicTraffic?: boolean;
@@ -40,6 +44,8 @@ export interface SandboxRecord {
   readonly memoryMiB: number;
   readonly diskSizeMiB: number;
   readonly envdVersion: string;
+  /** Since when the guest's agent has not answered; absent while it does. ISO 8601. */
+  readonly unresponsiveSince?: string;
 }
 
 export interface CreateSandboxRequest {
@@ -90,12 +96,17 @@ export type LifecycleEventKind =
   | "forked"
   | "fork_failed"
   | "adopted"
+  | "unresponsive"
+  | "responsive"
   | "expired"
   | "vm_ended"
   | "lost"
   | "deleted";
 
-/** What happened to a sandbox, told right after it became true. */
+/**
+ * What happened to a sandbox, told right after it became true. `forked` and `fork_failed` are told once
+ * per child, under the child's id; `snapshotted` under the source's.
+ */
 export interface LifecycleEvent {
   readonly kind: LifecycleEventKind;
   readonly sandboxId: string;
@@ -108,20 +119,67 @@ export interface LifecycleEvent {
   readonly reason?: string;
 }
 
+export interface ForkRequest {
+  /** 1 to {@link MAX_FORK_CHILDREN}. */
+  readonly count: number;
+  /** Of the children; absent: the source's. */
+  readonly timeoutSeconds?: number;
+}
+
+/** One child of a fork: it runs, or why not. */
+export type ForkOutcome = { readonly record: SandboxRecord } | { readonly error: AenvError };
+
+export interface SnapshotRequest {
+  /** `alias` or `alias:tag` that shall point at the snapshot. */
+  readonly name?: string;
+}
+
+export interface SnapshotFilter {
+  /** Sandbox they were made of; need not exist any more. */
+  readonly sandboxId?: string;
+  /** Id or name. */
+  readonly name?: string;
+}
+
+/** What a start of the server found of the one before it. */
+export interface StartReport {
+  readonly paused: number;
+  readonly adopted: number;
+  /** Sandboxes that ran and could not be taken over. */
+  readonly lost: readonly { readonly id: string; readonly reason: string }[];
+}
+
 /**
  * Sandbox lifecycle. Every started operation finishes even if its caller goes away. Errors carry the
  * status of the REST contract: `sandbox_not_found` 404, `sandbox_state_conflict` 409,
  * `template_not_found` 404, `shutting_down` 503.
  */
 export interface Orchestrator extends AsyncDisposable {
-  /** Loads persisted sandboxes, cleans up what an earlier process left, starts eviction. */
-  start(): Promise<void>;
+  /**
+   * Loads paused sandboxes, takes over running ones, cleans up what else an earlier process left, starts
+   * eviction.
+   */
+  start(): Promise<unknown>;
   create(request: CreateSandboxRequest): Promise<SandboxRecord>;
   get(id: string): SandboxRecord;
   /** All sandboxes that a list may show, in no particular order. */
   list(): SandboxRecord[];
   kill(id: string): Promise<void>;
   pause(id: string): Promise<void>;
+  /**
+   * One capture of a running sandbox, which stands still for a moment and goes on, and `count` new sandboxes
+   * from it. Each child starts or fails by itself; the outcomes are in order. Rejects when there is no capture.
+   */
+  fork(id: string, request: ForkRequest): Promise<ForkOutcome[]>;
+  /**
+   * Captures a running sandbox, which stands still for a moment and goes on, and publishes that as a snapshot.
+   * Errors: `invalid_alias` 400, `alias_conflict` 400 when a template has the name.
+   */
+  snapshot(id: string, request: SnapshotRequest): Promise<SnapshotRecord>;
+  /** Snapshots made of sandboxes, newest first. */
+  listSnapshots(filter: SnapshotFilter): Promise<SnapshotRecord[]>;
+  /** By id or name; `snapshot_not_found` 404 also for templates. */
+  getSnapshot(name: string): Promise<SnapshotRecord>;
   /** Sets the deadline to now + timeout, resuming when paused. */
   resume(id: string, timeoutSeconds: number): Promise<SandboxRecord>;
   /** Like resume for a paused sandbox; a running one's deadline is only ever extended. */
@@ -137,7 +195,7 @@ export interface Orchestrator extends AsyncDisposable {
   /** envd access token of a secured sandbox, derived, never stored. */
   accessToken(id: string): string;
   trafficToken(id: string): string;
-  /** Timings of the last create, pause and resume of a running or paused sandbox, by operation. */
+  /** Timings of the last create, pause, resume, fork and snapshot of a running or paused sandbox, by operation. */
   timings(id: string): Readonly<Record<string, PhaseTimings>>;
   /** Pauses and persists every running sandbox, then refuses further work. */
   shutdown(): Promise<void>;
@@ -145,6 +203,7 @@ export interface Orchestrator extends AsyncDisposable {
 
 /** What the server needs beyond what requests need. */
 export interface NodeOrchestrator extends Orchestrator {
+  start(): Promise<StartReport>;
   /** Removes stored layers that no template, snapshot, running or paused sandbox uses. */
   collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }>;
 }

@@ -1,5 +1,5 @@
 import { afterAll, beforeAll, expect, test } from "bun:test";
-import { mkdtempSync, rmSync } from "node:fs";
+import { mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import { createLayerWriter, type LayerRef, openStack } from "../storage/overlaybd/index.ts";
 import { createLayerMerger, MAX_CHAIN, planCompaction, Substitutes } from "./compaction.ts";
@@ -76,4 +76,6 @@ test("the merge program: same content in one layer, and its error is told", asyn
     code: "layer_merge_failed",
     message: expect.stringContaining("none"),
   });
+  await expect(merge(layers, dir, "disk", AbortSignal.timeout(1))).rejects.toThrow();
+  expect(readdirSync(dir).filter((name) => name.endsWith(".lsmt"))).toHaveLength(10);
 });

@@ -79,6 +79,8 @@ export type LayerMerger = (
   layers: readonly LayerRef[],
   dir: string,
   kind: "disk" | "memory",
+  /** Ends the work, which then fails. */
+  signal?: AbortSignal,
 ) => Promise<LayerRef>;
 
 const LOW_PRIORITY = ["nice", "-n", "10"];
@@ -87,8 +89,9 @@ const MERGE_TIMEOUT_MS = 300_000;
 /** A merger that runs `command`, the `merge-layers` program of the executable; one merge at a time. */
 export function createLayerMerger(command: readonly string[]): LayerMerger {
   const gate = new Gate(1, "layer merges");
-  return (layers, dir, kind) =>
+  return (layers, dir, kind, signal) =>
     gate.run(async () => {
+      signal?.throwIfAborted();
       const request: MergeRequest = { layers, target: join(dir, privateLayerName(kind)) };
       const child = Bun.spawn([...LOW_PRIORITY, ...command], {
         stdin: new Blob([JSON.stringify(request)]),
@@ -96,6 +99,7 @@ export function createLayerMerger(command: readonly string[]): LayerMerger {
         stderr: "pipe",
         timeout: MERGE_TIMEOUT_MS,
         killSignal: "SIGKILL",
+        ...(signal === undefined ? {} : { signal }),
       });
       const [stdout, stderr, exitCode] = await Promise.all([
         new Response(child.stdout).text(),

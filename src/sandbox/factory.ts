@@ -525,6 +525,7 @@ class Running implements RunningSandbox {
   #released = false;
   readonly #substitutes = { disk: new Substitutes(), memory: new Substitutes() };
   #compacting: Promise<void> | undefined;
+  readonly #ending = new AbortController();
   /** Set while a capture reads the chains. */
   #capturing = false;
 
@@ -723,7 +724,7 @@ class Running implements RunningSandbox {
   /** Merges what is worth it in the background. What comes of it is used by later captures. */
   #compactSoon(lowers: readonly LayerRef[]): void {
     const { merge, factory } = this.#parts;
-    if (merge === undefined || this.#compacting !== undefined || this.#stopping !== undefined) return;
+    if (merge === undefined || this.#compacting !== undefined || this.#ending.signal.aborted) return;
     const base = this.#base;
     const compact = async (): Promise<void> => {
       await this.#mergeTop(this.#substitutes.disk.apply(lowers), "disk");
@@ -733,7 +734,7 @@ class Running implements RunningSandbox {
     this.#compacting = compact()
       .catch((error: unknown) => {
         // The sandbox was stopped, and its files with it.
-        if (this.#stopping !== undefined) return;
+        if (this.#ending.signal.aborted) return;
         factory.log.warn({ err: error, sandboxId: this.sandboxId }, "layers could not be merged");
       })
       .finally(() => {
@@ -747,7 +748,7 @@ class Running implements RunningSandbox {
     if (from === undefined || merge === undefined) return;
     const run = chain.slice(from);
     const startedAt = performance.now();
-    const layer = await merge(run, layerDir, kind);
+    const layer = await merge(run, layerDir, kind, this.#ending.signal);
     this.#substitutes[kind].add(run, layer);
     const ms = Math.round(performance.now() - startedAt);
     factory.log.info(
@@ -836,7 +837,8 @@ class Running implements RunningSandbox {
     const { vm, resources, factory } = this.#parts;
     await vm.kill(KILL_GRACE_MS);
     this.#released = true;
-    // It writes into the directory that is about to go.
+    // A merge writes into the directory that is about to go.
+    this.#ending.abort();
     await this.#compacting;
     try {
       await resources.disposeAsync();

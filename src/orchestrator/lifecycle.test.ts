@@ -1,0 +1,534 @@
+import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
+import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
+import { join } from "node:path";
+import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
+import { AenvError } from "../lib/errors.ts";
+import { newId } from "../lib/ids.ts";
+import { createLogger } from "../lib/log.ts";
+import { createPosixRepository } from "../snapshot/index.ts";
+import type { SnapshotRepository } from "../snapshot/types.ts";
+import { createOrchestrator, hasTokenProtectedSandboxes, type OrchestratorOptions } from "./index.ts";
+import type { CreateSandboxRequest, LifecycleEvent, NodeOrchestrator } from "./types.ts";
+
+/* Fork, snapshot, adoption, capacity and health, with VMs that fail on demand. */
+
+const log = createLogger("test");
+log.level = "silent";
+
+let base: string;
+let home: string;
+let factory: FakeSandboxFactory;
+let repository: SnapshotRepository;
+let orchestrator: NodeOrchestrator;
+let nowMs: number;
+let events: LifecycleEvent[];
+const opened: NodeOrchestrator[] = [];
+/** Killed servers: their clocks stand still. */
+const dead = new Set<NodeOrchestrator>();
+
+beforeAll(() => {
+  base = mkdtempSync("/tmp/life-orch-");
+});
+afterAll(() => rmSync(base, { recursive: true, force: true }));
+
+function open(overrides: Partial<OrchestratorOptions> = {}): NodeOrchestrator {
+  const made: NodeOrchestrator = createOrchestrator({
+    repository,
+    sandboxes: factory,
+    statePath: join(home, "state.db"),
+    artifactsDir: join(home, "artifacts"),
+    tokenSeed: "test-seed",
+    defaultTimeoutSeconds: 15,
+    autoResumeMinTimeoutSeconds: 60,
+    evictIntervalMs: 5,
+    maxConcurrentStarts: 4,
+    log,
+    now: () => (dead.has(made) ? 0 : nowMs),
+    onEvent: (event) => events.push(event),
+    ...overrides,
+  });
+  opened.push(made);
+  return made;
+}
+
+async function addTemplate(name: string): Promise<string> {
+  const id = newId();
+  const state = fakeState(join(home, `template-${name}`), 0);
+  const record = {
+    id,
+    templateId: id,
+    aliases: [],
+    public: true,
+    source: { kind: "template", build: { status: "ready" } },
+    resources: { cpuCount: 1, memoryMiB: 128, diskSizeMiB: 1024 },
+    createdAt: new Date().toISOString(),
+    updatedAt: new Date().toISOString(),
+    committed: {
+      state,
+      context: {
+        envVars: { A: "image", B: "image" },
+        workdir: "/srv",
+        user: "app",
+        entrypoint: ["/entry"],
+        exposedPorts: ["80/tcp"],
+        volumes: [],
+        labels: { of: "image" },
+      },
+      imageReference: "host/repo@sha256:0",
+    },
+  } as const;
+  await repository.commit(record, state);
+  await repository.bindAlias(name, id);
+  return id;
+}
+
+beforeEach(async () => {
+  home = mkdtempSync(join(base, "h-"));
+  nowMs = Date.parse("2030-01-01T00:00:00Z");
+  events = [];
+  factory = new FakeSandboxFactory();
+  repository = createPosixRepository({ root: join(home, "repository"), log, collectGraceMs: 0 });
+  await addTemplate("base");
+  orchestrator = open();
+  await orchestrator.start();
+});
+
+afterEach(async () => {
+  for (const key of Object.keys(factory.faults)) delete factory.faults[key as keyof typeof factory.faults];
+  for (const made of opened.splice(0)) await made.shutdown();
+  expect([...factory.live]).toEqual([]);
+  expect(checkpoints()).toEqual([]);
+});
+
+const request = (changes: Partial<CreateSandboxRequest> = {}): CreateSandboxRequest => ({
+  template: "base",
+  timeoutSeconds: 300,
+  onTimeout: "pause",
+  autoResume: true,
+  secure: true,
+  metadata: { who: "me" },
+  envVars: { B: "request", C: "3" },
+  ...changes,
+});
+
+function checkpoints(): string[] {
+  const dir = join(home, "artifacts", "checkpoints");
+  return existsSync(dir) ? readdirSync(dir) : [];
+}
+
+/** As kill -9 does: nothing of it runs on but its VMs. */
+function abandon(made: NodeOrchestrator): void {
+  opened.splice(opened.indexOf(made), 1);
+  dead.add(made);
+  factory.orphan();
+}
+
+const code = (error: unknown): string => (error instanceof AenvError ? error.code : String(error));
+
+describe("fork", () => {
+  test("children continue from the source's moment with an identity of their own; the source goes on", async () => {
+    const source = await orchestrator.create(request());
+    const route = orchestrator.route(source.id);
+    const outcomes = await orchestrator.fork(source.id, { count: 10 });
+    const children = outcomes.map((outcome) => {
+      if ("error" in outcome) throw outcome.error;
+      return outcome.record;
+    });
+    expect(new Set([source.id, ...children.map(({ id }) => id)]).size).toBe(11);
+    expect(factory.maxConcurrentStarts).toBe(4);
+    for (const child of children) {
+      expect(child).toEqual({ ...source, id: child.id, state: "running" });
+      const vm = factory.of(child.id)!;
+      expect(vm.generation).toBe(1);
+      expect(vm.identity).toMatchObject({
+        sandboxId: child.id,
+        accessToken: orchestrator.accessToken(child.id),
+        envVars: { A: "image", B: "request", C: "3" },
+      });
+    }
+    expect(orchestrator.get(source.id)).toEqual(source);
+    // Its clock was set and its connections stay.
+    expect(factory.of(source.id)!.inits).toBe(2);
+    expect(route.kind === "ready" && route.gone.aborted).toBeFalse();
+    expect(orchestrator.timings(source.id).fork).toMatchObject({ stopped: 1 });
+    expect(events.filter(({ kind }) => kind === "forked")).toHaveLength(10);
+  });
+
+  test("the children's time to live is the request's, else the source's, from now", async () => {
+    const { id } = await orchestrator.create(request({ timeoutSeconds: 120 }));
+    nowMs += 100_000;
+    const ends = async (timeoutSeconds?: number): Promise<number> => {
+      const [outcome] = await orchestrator.fork(id, {
+        count: 1,
+        ...(timeoutSeconds === undefined ? {} : { timeoutSeconds }),
+      });
+      return "record" in outcome! ? (Date.parse(outcome.record.endAt) - nowMs) / 1000 : Number.NaN;
+    };
+    expect(await ends()).toBe(120);
+    expect(await ends(7)).toBe(7);
+    expect(orchestrator.get(id).endAt).toBe("2030-01-01T00:02:00.000Z");
+  });
+
+  test("each child fails by itself, with a typed error, and leaves nothing", async () => {
+    orchestrator = open({ capacity: { memoryMiB: 128 * 7 } });
+    await orchestrator.start();
+    const { id } = await orchestrator.create(request());
+    const outcomes = await orchestrator.fork(id, { count: 10 });
+    expect(outcomes.map((outcome) => ("record" in outcome ? "ok" : code(outcome.error)))).toEqual([
+      ...Array<string>(6).fill("ok"),
+      ...Array<string>(4).fill("capacity_unavailable"),
+    ]);
+    expect(orchestrator.list()).toHaveLength(7);
+    let starts = 0;
+    factory.faults.resume = () => {
+      if (++starts === 2) throw new Error("no luck");
+    };
+    for (const { id: other } of orchestrator.list()) if (other !== id) await orchestrator.kill(other);
+    const next = await orchestrator.fork(id, { count: 3 });
+    expect(next.filter((outcome) => "record" in outcome)).toHaveLength(2);
+    expect(orchestrator.get(id).state).toBe("running");
+  });
+
+  test("bad counts and states are refused; a failed capture leaves the source running", async () => {
+    const { id } = await orchestrator.create(request());
+    for (const count of [0, -1, 101, 1.5, Number.NaN]) {
+      await expect(orchestrator.fork(id, { count })).rejects.toMatchObject({
+        code: "invalid_count",
+        status: 400,
+      });
+    }
+    await expect(orchestrator.fork(newId(), { count: 1 })).rejects.toMatchObject({ status: 404 });
+    factory.faults.capture = () => {
+      throw new Error("ENOSPC: no space left on device");
+    };
+    await expect(orchestrator.fork(id, { count: 2 })).rejects.toMatchObject({
+      code: "disk_full",
+      status: 507,
+    });
+    expect(orchestrator.get(id).state).toBe("running");
+    expect(orchestrator.list()).toHaveLength(1);
+    delete factory.faults.capture;
+    const forking = orchestrator.fork(id, { count: 1 });
+    expect(orchestrator.get(id).state).toBe("forking");
+    await expect(orchestrator.pause(id)).rejects.toMatchObject({ status: 409 });
+    await expect(orchestrator.fork(id, { count: 1 })).rejects.toMatchObject({ status: 409 });
+    expect(orchestrator.route(id).kind).toBe("ready");
+    await forking;
+    await orchestrator.pause(id);
+    await expect(orchestrator.fork(id, { count: 1 })).rejects.toMatchObject({ status: 409 });
+  });
+
+  test("a source that does not run again is gone, and says so", async () => {
+    const { id } = await orchestrator.create(request());
+    factory.faults.resumeInPlace = () => {
+      throw new Error("the VMM does not answer");
+    };
+    await expect(orchestrator.fork(id, { count: 2 })).rejects.toMatchObject({ code: "capture_terminal" });
+    expect(orchestrator.list()).toEqual([]);
+  });
+
+  test("the source may be killed while its children start", async () => {
+    const { id } = await orchestrator.create(request());
+    let killed: Promise<void> | undefined;
+    factory.faults.resume = () => {
+      killed ??= orchestrator.kill(id);
+    };
+    const outcomes = await orchestrator.fork(id, { count: 3 });
+    await killed;
+    expect(outcomes.every((outcome) => "record" in outcome)).toBeTrue();
+    expect(orchestrator.list()).toHaveLength(3);
+  });
+});
+
+describe("snapshot", () => {
+  test("a snapshot starts sandboxes that continue from it, with what the source was given", async () => {
+    const source = await orchestrator.create(request());
+    const made = await orchestrator.snapshot(source.id, { name: "point" });
+    expect(made).toMatchObject({
+      templateId: made.id,
+      aliases: ["point"],
+      source: { kind: "sandbox", sourceSandboxId: source.id },
+      resources: { cpuCount: 1, memoryMiB: 128 },
+      committed: {
+        context: {
+          envVars: { A: "image", B: "request", C: "3" },
+          workdir: "/srv",
+          user: "app",
+          entrypoint: ["/entry"],
+          exposedPorts: ["80/tcp"],
+          labels: { of: "image" },
+        },
+        imageReference: "host/repo@sha256:0",
+      },
+    });
+    expect(orchestrator.get(source.id)).toEqual(source);
+    expect(orchestrator.timings(source.id).snapshot).toMatchObject({ stopped: 1 });
+    await orchestrator.kill(source.id);
+    for (const template of [made.id, `${made.id}:default`, "point", "ns/point", "point:default"]) {
+      const record = await orchestrator.create(request({ template, envVars: { B: "again" } }));
+      expect(record).toMatchObject({ templateId: made.id, alias: "point" });
+      expect(factory.of(record.id)).toMatchObject({
+        generation: 1,
+        identity: { envVars: { A: "image", B: "again", C: "3" } },
+      });
+    }
+    expect(events.map(({ kind }) => kind)).toContain("snapshotted");
+  });
+
+  test("listed newest first, by source and by name; templates are no snapshots", async () => {
+    const one = await orchestrator.create(request());
+    const two = await orchestrator.create(request());
+    const made = [];
+    for (const [id, name] of [
+      [one.id, "first"],
+      [two.id, undefined],
+      [one.id, undefined],
+    ] as const) {
+      nowMs += 1000;
+      made.push((await orchestrator.snapshot(id, name === undefined ? {} : { name })).id);
+    }
+    const ids = async (filter: Parameters<NodeOrchestrator["listSnapshots"]>[0]): Promise<string[]> =>
+      (await orchestrator.listSnapshots(filter)).map(({ id }) => id);
+    expect(await ids({})).toEqual(made.toReversed());
+    await orchestrator.kill(one.id);
+    expect(await ids({ sandboxId: one.id })).toEqual([made[2]!, made[0]!]);
+    expect(await ids({ name: "ns/first:default" })).toEqual([made[0]!]);
+    expect(await ids({ name: made[1]! })).toEqual([made[1]!]);
+    expect(await ids({ name: "base" })).toEqual([]);
+    expect(await ids({ name: "no/such/name" })).toEqual([]);
+    expect((await orchestrator.getSnapshot("first")).id).toBe(made[0]!);
+    for (const name of ["base", newId(), "nothing"]) {
+      await expect(orchestrator.getSnapshot(name)).rejects.toMatchObject({
+        code: "snapshot_not_found",
+        status: 404,
+      });
+    }
+  });
+
+  test("names: invalid and a template's are refused before the guest stands still; a snapshot's is taken over", async () => {
+    const { id } = await orchestrator.create(request());
+    let captures = 0;
+    factory.faults.capture = () => {
+      captures += 1;
+    };
+    await expect(orchestrator.snapshot(id, { name: "a b" })).rejects.toMatchObject({
+      code: "invalid_alias",
+      status: 400,
+    });
+    await expect(orchestrator.snapshot(id, { name: "base" })).rejects.toMatchObject({
+      code: "alias_conflict",
+      status: 400,
+    });
+    expect(captures).toBe(0);
+    const first = await orchestrator.snapshot(id, { name: "mine" });
+    const second = await orchestrator.snapshot(id, { name: "mine" });
+    expect((await orchestrator.getSnapshot("mine")).id).toBe(second.id);
+    expect((await orchestrator.getSnapshot(first.id)).aliases).toEqual([]);
+    // Taken by a template while the capture was under way: nothing stays of the snapshot.
+    factory.faults.capture = async () => void (await addTemplate("late"));
+    await expect(orchestrator.snapshot(id, { name: "late" })).rejects.toMatchObject({ status: 400 });
+    expect(await orchestrator.listSnapshots({})).toHaveLength(2);
+    expect(orchestrator.get(id).state).toBe("running");
+  });
+
+  test("chains of restored snapshots, and several of one source, keep apart", async () => {
+    let { id } = await orchestrator.create(request());
+    for (let generation = 1; generation <= 12; generation++) {
+      const made = await orchestrator.snapshot(id, {});
+      await orchestrator.kill(id);
+      ({ id } = await orchestrator.create(request({ template: made.id })));
+      expect(factory.of(id)?.generation).toBe(generation);
+    }
+    const again = await Promise.allSettled([orchestrator.snapshot(id, {}), orchestrator.snapshot(id, {})]);
+    expect(again.map(({ status }) => status).sort()).toEqual(["fulfilled", "rejected"]);
+  });
+
+  test("a deleted snapshot is unknown, and its layers go when nobody uses them", async () => {
+    const { id } = await orchestrator.create(request());
+    const made = await orchestrator.snapshot(id, { name: "gone" });
+    const child = await orchestrator.create(request({ template: made.id }));
+    await repository.delete(made.id);
+    expect((await orchestrator.collectGarbage()).removedFiles).toBe(0);
+    await expect(orchestrator.getSnapshot("gone")).rejects.toMatchObject({ status: 404 });
+    await orchestrator.kill(child.id);
+    expect((await orchestrator.collectGarbage()).removedFiles).toBe(2);
+  });
+});
+
+describe("adoption", () => {
+  test("running sandboxes of a killed server are found with deadline, metadata and tokens, and go on", async () => {
+    const plain = await orchestrator.create(request({ metadata: { n: "1" } }));
+    const moved = await orchestrator.create(request());
+    await orchestrator.setTimeout(moved.id, 50);
+    await orchestrator.connect(moved.id, 40);
+    const cycled = await orchestrator.create(request({ secure: false }));
+    await orchestrator.pause(cycled.id);
+    await orchestrator.resume(cycled.id, 77);
+    const paused = await orchestrator.create(request());
+    await orchestrator.pause(paused.id);
+    const killed = await orchestrator.create(request());
+    await orchestrator.kill(killed.id);
+    const [fork] = await orchestrator.fork(plain.id, { count: 1 });
+    if (!("record" in fork!)) throw new Error("no child");
+    const before = orchestrator.list();
+    abandon(orchestrator);
+    expect(hasTokenProtectedSandboxes(join(home, "state.db"))).toBeTrue();
+    const next = open();
+    expect(await next.start()).toEqual({ paused: 1, adopted: 4, lost: [] });
+    const sorted = (records: typeof before) => records.toSorted((a, b) => (a.id < b.id ? -1 : 1));
+    expect(sorted(next.list())).toEqual(sorted(before));
+    expect(next.get(moved.id).endAt).toBe(new Date(nowMs + 50_000).toISOString());
+    expect(factory.of(plain.id)?.identity.accessToken).toBe(next.accessToken(plain.id));
+    expect(next.route(plain.id).kind).toBe("ready");
+    await next.pause(plain.id);
+    await next.resume(plain.id, 60);
+    expect(factory.of(plain.id)?.generation).toBe(2);
+    await next.kill(fork.record.id);
+    await repository.delete("base");
+    expect((await next.collectGarbage()).removedFiles).toBe(0);
+  });
+
+  test("what ended meanwhile is reported, and its record is gone for good", async () => {
+    const alive = await orchestrator.create(request());
+    const dead = await orchestrator.create(request());
+    factory.of(dead.id)!.die();
+    // The server was killed before it noticed.
+    abandon(orchestrator);
+    await Bun.sleep(1);
+    const next = open();
+    const report = await next.start();
+    expect(report).toMatchObject({ adopted: 1 });
+    expect(next.list().map(({ id }) => id)).toEqual([alive.id]);
+    expect(
+      events.filter(({ kind, sandboxId }) => kind === "lost" && sandboxId === dead.id).length,
+    ).toBeGreaterThan(0);
+    abandon(next);
+    expect(await open().start()).toMatchObject({ adopted: 1, lost: [] });
+  });
+
+  test("a VM that does not answer at first is tried again; an adopted one expires as it would have", async () => {
+    const made = await orchestrator.create(request({ onTimeout: "kill" }));
+    abandon(orchestrator);
+    let tries = 0;
+    factory.faults.adopt = () => {
+      if (++tries < 3) throw new AenvError({ code: "vm_unreachable", message: "busy" });
+    };
+    const next = open();
+    expect(await next.start()).toMatchObject({ adopted: 1 });
+    expect(tries).toBe(3);
+    nowMs += 301_000;
+    for (let i = 0; i < 200 && factory.of(made.id) !== undefined; i++) await Bun.sleep(5);
+    expect(next.list()).toEqual([]);
+    expect(factory.of(made.id)).toBeUndefined();
+  });
+
+  test("a killed server's checkpoints are swept", async () => {
+    const { id } = await orchestrator.create(request());
+    fakeState(join(home, "artifacts", "checkpoints", newId()), 1);
+    abandon(orchestrator);
+    const next = open();
+    await next.start();
+    expect(checkpoints()).toEqual([]);
+    expect(next.get(id).state).toBe("running");
+  });
+
+  test("a record that cannot be written fails the create and the new deadline, and nothing else", async () => {
+    const made = await orchestrator.create(request());
+    const { Database } = await import("bun:sqlite");
+    using db = new Database(join(home, "state.db"));
+    db.run("CREATE TRIGGER refuse BEFORE INSERT ON running BEGIN SELECT RAISE(ABORT, 'no more rows'); END");
+    await expect(orchestrator.create(request())).rejects.toMatchObject({ code: "persistence_failed" });
+    await expect(orchestrator.setTimeout(made.id, 10)).rejects.toMatchObject({ code: "persistence_failed" });
+    expect(orchestrator.list()).toEqual([made]);
+    await orchestrator.pause(made.id);
+    await expect(orchestrator.resume(made.id, 10)).rejects.toMatchObject({ code: "persistence_failed" });
+    expect(orchestrator.get(made.id)).toEqual({ ...made, state: "paused" });
+    db.run("DROP TRIGGER refuse");
+    expect(await orchestrator.resume(made.id, 300)).toEqual(made);
+    expect(factory.of(made.id)?.generation).toBe(1);
+  });
+});
+
+describe("capacity", () => {
+  test("50 creates over the node's memory: those that fit run, the others are refused at once", async () => {
+    orchestrator = open({ capacity: { memoryMiB: 128 * 6 } });
+    await orchestrator.start();
+    factory.delayMs = 50;
+    const refusals: number[] = [];
+    const began = performance.now();
+    const outcomes = await Promise.allSettled(
+      Array.from({ length: 50 }, () =>
+        orchestrator.create(request()).catch((error: unknown) => {
+          refusals.push(performance.now() - began);
+          throw error;
+        }),
+      ),
+    );
+    expect(outcomes.filter(({ status }) => status === "fulfilled")).toHaveLength(6);
+    const [refused] = outcomes.filter((outcome) => outcome.status === "rejected");
+    expect(refused!.reason).toMatchObject({
+      code: "capacity_unavailable",
+      status: 429,
+      headers: { "Retry-After": "5" },
+    });
+    expect(Math.max(...refusals)).toBeLessThan(40);
+    // Room again: paused sandboxes take none, and need some to come back.
+    const [first, ...others] = orchestrator.list();
+    await orchestrator.pause(first!.id);
+    const newcomer = await orchestrator.create(request());
+    await expect(orchestrator.resume(first!.id, 60)).rejects.toMatchObject({ status: 429 });
+    expect(orchestrator.get(first!.id).state).toBe("paused");
+    await orchestrator.kill(newcomer.id);
+    await orchestrator.resume(first!.id, 60);
+    await orchestrator.kill(others[0]!.id);
+    factory.of(others[1]!.id)!.die();
+    for (let i = 0; i < 100 && !events.some(({ kind }) => kind === "lost"); i++) await Bun.sleep(5);
+    await Promise.all([orchestrator.create(request()), orchestrator.create(request())]);
+    await expect(orchestrator.create(request())).rejects.toMatchObject({ status: 429 });
+  });
+
+  test("a host short of memory, a limit of sandboxes and a full queue refuse, too", async () => {
+    let availableMiB = 1000;
+    const short = open({ capacity: { minAvailableMiB: 960, availableMiB: () => availableMiB } });
+    await short.start();
+    // Guests that start now will touch memory they have not touched yet.
+    const two = await Promise.allSettled([short.create(request()), short.create(request())]);
+    expect(two.map(({ status }) => status)).toEqual(["fulfilled", "rejected"]);
+    availableMiB = 980;
+    await expect(short.create(request())).rejects.toThrow("memory left");
+    const few = open({ capacity: { sandboxes: 1 } });
+    await few.start();
+    await few.create(request());
+    await expect(few.create(request())).rejects.toThrow("limit is 1");
+    const busy = open({ maxConcurrentStarts: 1, maxQueuedStarts: 2 });
+    await busy.start();
+    const rush = await Promise.allSettled(Array.from({ length: 8 }, () => busy.create(request())));
+    expect(rush.filter(({ status }) => status === "fulfilled")).toHaveLength(3);
+    expect(rush.find((outcome) => outcome.status === "rejected")!.reason).toMatchObject({ status: 429 });
+  });
+});
+
+test("a guest that hangs is told after some silent looks, and again when it answers", async () => {
+  orchestrator = open({ health: { intervalMs: 5, timeoutMs: 5, failures: 3 } });
+  await orchestrator.start();
+  const { id } = await orchestrator.create(request());
+  let probes = 0;
+  factory.faults.probe = () => {
+    probes += 1;
+    throw new AenvError({ code: "agent_unreachable", message: "no answer within 5 ms" });
+  };
+  for (let i = 0; i < 200 && orchestrator.get(id).unresponsiveSince === undefined; i++) await Bun.sleep(5);
+  expect(probes).toBeGreaterThanOrEqual(3);
+  expect(orchestrator.get(id)).toMatchObject({
+    state: "running",
+    unresponsiveSince: new Date(nowMs).toISOString(),
+  });
+  delete factory.faults.probe;
+  for (let i = 0; i < 200 && orchestrator.get(id).unresponsiveSince !== undefined; i++) await Bun.sleep(5);
+  expect(orchestrator.get(id).unresponsiveSince).toBeUndefined();
+  const told = events.filter(({ kind }) => kind === "unresponsive" || kind === "responsive");
+  expect(told.map(({ kind, reason }) => [kind, reason])).toEqual([
+    ["unresponsive", "no answer within 5 ms"],
+    ["responsive", undefined],
+  ]);
+});
