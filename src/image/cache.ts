@@ -1,11 +1,13 @@
 import { randomUUID } from "node:crypto";
-import { mkdirSync, readdirSync, rmSync } from "node:fs";
-import { link, mkdir, open, readFile, rename, rm, stat } from "node:fs/promises";
+import { mkdirSync, readdirSync, rmSync, type Stats } from "node:fs";
+import { link, mkdir, open, readdir, readFile, rename, rm, stat, utimes } from "node:fs/promises";
 import { dirname, join } from "node:path";
 import { z } from "zod";
 import type { Logger } from "../lib/log.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import { diskFault } from "./faults.ts";
+import type { CachedCommit, CachedImageUse } from "./gc.ts";
+import { hashFile } from "./hash.ts";
 import type { ImageRuntimeConfig } from "./types.ts";
 
 /**
@@ -18,7 +20,8 @@ import type { ImageRuntimeConfig } from "./types.ts";
  *   staging/                                         work in progress, emptied at start
  *
  * Everything outside staging is whole and durable before it gets its name. A commit whose size is not the
- * recorded one is not served and is made again.
+ * recorded one, or whose bytes are not those of its digest when a process first uses it, is not served and is
+ * made again. The time of an image's record is that of its last use.
  */
 const FRACTION = 2 ** 30;
 
@@ -135,9 +138,13 @@ async function readRecord<Schema extends z.ZodType>(
 }
 
 async function sizeOf(path: string): Promise<number | undefined> {
+  return (await infoOf(path))?.size;
+}
+
+async function infoOf(path: string): Promise<Stats | undefined> {
   try {
     const info = await stat(path);
-    return info.isFile() ? info.size : undefined;
+    return info.isFile() ? info : undefined;
   } catch (error) {
     if (error instanceof Error && "code" in error && (error.code === "ENOENT" || error.code === "ENOTDIR"))
       return undefined;
@@ -148,6 +155,8 @@ async function sizeOf(path: string): Promise<number | undefined> {
 export class ImageCache {
   readonly #root: string;
   readonly #log: Logger;
+  /** Commits whose bytes this process has checked, as they were then. */
+  readonly #checked = new Map<string, string>();
 
   /** Makes the directories and empties staging: what a killed process left there is of no use. */
   constructor(root: string, log: Logger) {
@@ -189,14 +198,28 @@ export class ImageCache {
     return join(this.#root, "indexes", slug(context.sourceDigest), `${this.contextKey(context)}.json`);
   }
 
-  /** The commit of that digest, unless it is missing or has another size. */
+  /** The commit of that digest, unless it is missing or damaged. */
   async findCommit(digest: string, size: number): Promise<CachedLayer | undefined> {
     const file = this.commitPath(digest);
-    const found = await sizeOf(file);
+    const found = await infoOf(file);
     if (found === undefined) return undefined;
-    if (found !== size) {
-      this.#log.warn({ file, found, size }, "cached image layer has the wrong size, it is made again");
+    if (found.size !== size) {
+      this.#log.warn(
+        { file, found: found.size, size },
+        "cached image layer has the wrong size, it is made again",
+      );
       return undefined;
+    }
+    const identity = `${found.ino} ${found.mtimeMs} ${found.size}`;
+    if (this.#checked.get(digest) !== identity) {
+      const actual = await hashFile(file, new AbortController().signal);
+      if (actual !== digest) {
+        this.#log.warn({ file, actual }, "cached image layer is damaged, it is made again");
+        // Away with it: what is made again must not meet it.
+        await rm(dirname(file), { recursive: true, force: true });
+        return undefined;
+      }
+      this.#checked.set(digest, identity);
     }
     return { file, digest, size };
   }
@@ -269,7 +292,69 @@ export class ImageCache {
       if (commit === undefined) return undefined;
       lowers.push(uuid === undefined ? commit : { ...commit, uuid });
     }
+    const now = new Date();
+    await utimes(this.#configPath(manifestDigest, ""), now, now);
     return { lowers, virtualSizeBytes: image.virtualSizeBytes, config: meta.config };
+  }
+
+  /** What is here, for garbage collection. `isPinned` is asked with the files of commits. */
+  async inventory(
+    isPinned: (file: string) => boolean,
+  ): Promise<{ readonly images: CachedImageUse[]; readonly commits: CachedCommit[] }> {
+    const images: CachedImageUse[] = [];
+    for (const name of await readdir(join(this.#root, "configs"))) {
+      const match = /^(sha256-[0-9a-f]{64})-image\.json$/.exec(name);
+      if (match === null) continue;
+      const path = join(this.#root, "configs", name);
+      const image = await readRecord(path, ImageRecord, this.#log);
+      const info = await infoOf(path);
+      if (image === undefined || info === undefined) continue;
+      images.push({
+        key: match[1]!.replace("-", ":"),
+        lastUsedMs: info.mtimeMs,
+        layers: image.lowers.map(({ digest }) => digest),
+      });
+    }
+    const commits: CachedCommit[] = [];
+    for (const name of await readdir(join(this.#root, "commits"))) {
+      if (!/^sha256-[0-9a-f]{64}$/.test(name)) continue;
+      const digest = name.replace("-", ":");
+      const file = this.commitPath(digest);
+      const info = await infoOf(file);
+      if (info === undefined) continue;
+      const pinned = isPinned(file);
+      commits.push({ digest, sizeBytes: info.blocks * 512, modifiedMs: info.mtimeMs, pinned });
+    }
+    return { images, commits };
+  }
+
+  /** Forgets an image; its layers stay until they are removed, too. */
+  async removeImage(manifestDigest: string): Promise<void> {
+    // The record of the lowers first: it is what makes the image known.
+    await rm(this.#configPath(manifestDigest, ""), { force: true });
+    await rm(this.#configPath(manifestDigest, ".meta"), { force: true });
+  }
+
+  async removeCommit(digest: string): Promise<void> {
+    this.#checked.delete(digest);
+    await rm(dirname(this.commitPath(digest)), { recursive: true, force: true });
+  }
+
+  /** Removes index records of commits that are gone. */
+  async sweepIndexes(): Promise<void> {
+    const root = join(this.#root, "indexes");
+    for (const source of await readdir(root)) {
+      const directory = join(root, source);
+      let left = 0;
+      for (const name of await readdir(directory)) {
+        const path = join(directory, name);
+        const record = await readRecord(path, IndexRecord, this.#log);
+        if (record !== undefined && (await infoOf(this.commitPath(record.commitDigest))) !== undefined)
+          left++;
+        else await rm(path, { force: true });
+      }
+      if (left === 0) await rm(directory, { recursive: true, force: true });
+    }
   }
 
   async recordImage(input: ImageRecordInput): Promise<void> {

@@ -6,7 +6,7 @@ import { showBytes, type TarEntry, type TarEntryType, type TarSegment, type TarS
  * what they do to the file system below: normal paths, whiteouts, opaque directories, aligned segments.
  */
 const MAGIC = "AENVOPS1";
-const OP = { entry: 1, data: 2, whiteout: 3, opaque: 4, end: 5 } as const;
+const OP = { entry: 1, data: 2, whiteout: 3, opaque: 4, end: 5, target: 6 } as const;
 const TYPE_CODE: Readonly<Record<TarEntryType, string>> = {
   file: "f",
   directory: "d",
@@ -72,6 +72,18 @@ interface OpenFile {
   cursor: number;
 }
 
+/** Where a COPY step puts things; `struct op_target` of c/ext4/opstream.h. */
+export interface CopyTarget {
+  /** Byte string, absolute or below the root. */
+  readonly path: string;
+  /** Name of a single file in the target when that is a directory; absent: the source is a directory. */
+  readonly fileName?: string;
+  readonly mustBeDirectory: boolean;
+  /** Owner of directories that have to be made. */
+  readonly uid: number;
+  readonly gid: number;
+}
+
 export class OpStreamWriter implements TarSink {
   #queue: Uint8Array[] = [];
   #gather = Buffer.allocUnsafe(GATHER_BYTES);
@@ -116,6 +128,33 @@ export class OpStreamWriter implements TarSink {
       return;
     }
     this.#entryRecord(entry, path);
+  }
+
+  /** Begins the stream of a COPY step, which is read by c/envd/copy.c. */
+  target(target: CopyTarget): void {
+    const path = Buffer.from(target.path, "latin1");
+    const name = Buffer.from(target.fileName ?? "", "latin1");
+    const head = Buffer.alloc(20);
+    head.writeUInt32LE((target.fileName === undefined ? 1 : 0) | (target.mustBeDirectory ? 2 : 0), 0);
+    head.writeUInt32LE(target.uid, 4);
+    head.writeUInt32LE(target.gid, 8);
+    head.writeUInt32LE(path.length, 12);
+    head.writeUInt32LE(name.length, 16);
+    this.#record(OP.target, Buffer.concat([head, path, name]));
+  }
+
+  /** An entry at this very path (in normal form, as its hard link's target): no name means anything special. */
+  plainEntry(entry: TarEntry, path: string): void {
+    this.#finishFile();
+    this.#skipData = false;
+    this.entryCount++;
+    this.#entryRecord(entry, path);
+  }
+
+  /** The content that follows belongs to nothing. */
+  skipContent(): void {
+    this.#finishFile();
+    this.#skipData = true;
   }
 
   data(chunk: Uint8Array): void {

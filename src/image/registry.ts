@@ -30,7 +30,7 @@ export const DEFAULT_RETRY: RetryPolicy = {
   attempts: 5,
   baseDelayMs: 500,
   maxDelayMs: 60_000,
-  idleTimeoutMs: 60_000,
+  idleTimeoutMs: 45_000,
 };
 
 export interface RegistryOptions {

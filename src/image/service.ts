@@ -9,6 +9,7 @@ import { BlobPrefetch, createDownloadLimiter, type DownloadLimiter } from "./blo
 import { type CachedLayer, type ConversionContext, ImageCache, NATIVE_CONVERTER } from "./cache.ts";
 import { CONVERTER, convertLayer, uuidFromText } from "./convert.ts";
 import { defaultDockerConfigPath, loginFromDockerConfig, type RegistryLogin } from "./credentials.ts";
+import { type ImageGcPolicy, planImageGc } from "./gc.ts";
 import {
   classifyLayers,
   type Descriptor,
@@ -54,6 +55,8 @@ const EMPTY_SOURCE: Pick<ImageSource, "blob"> = {
   },
 };
 
+const DEFAULT_GC: ImageGcPolicy = { highWatermark: 0.95, lowWatermark: 0.7, minAgeMs: 600_000 };
+
 /** Failures that belong to the source or login one caller used, or to its leaving; not to the image. */
 const SOURCE_FAILURES = ["image_not_found", "image_unauthorized", "image_registry_unreachable"];
 
@@ -71,6 +74,8 @@ class LocalImageService implements ImageService {
   readonly #platform = hostPlatform();
   readonly #devicePrefix: string;
   readonly #swept: Promise<void>;
+  readonly #held = new Map<string, number>();
+  #collecting: Promise<unknown> = Promise.resolve();
 
   constructor(options: ImageServiceOptions, deps: ImageServiceDeps) {
     this.#options = options;
@@ -299,6 +304,12 @@ class LocalImageService implements ImageService {
     progress: ProgressSink,
   ): Promise<CachedLayer[]> {
     const lowers: CachedLayer[] = [];
+    // Layers that no image record names yet.
+    using holds = new DisposableStack();
+    const keep = (layer: CachedLayer): void => {
+      holds.use(this.hold([layer.file]));
+      lowers.push(layer);
+    };
     for (const [index, layer] of layers.entries()) {
       const context: ConversionContext = {
         sourceDigest: layer.digest,
@@ -309,7 +320,7 @@ class LocalImageService implements ImageService {
       };
       const cached = await this.#cache.findLayer(context);
       if (cached !== undefined) {
-        lowers.push({ ...cached, uuid: uuidFromText(layer.digest) });
+        keep({ ...cached, uuid: uuidFromText(layer.digest) });
         continue;
       }
       // From the first missing layer on nothing is known to be here: fetch ahead.
@@ -339,7 +350,7 @@ class LocalImageService implements ImageService {
         },
         isCallersReason,
       );
-      lowers.push(converted);
+      keep(converted);
       if (!layers.slice(index + 1).some(({ digest }) => digest === layer.digest)) await prefetch.drop(layer);
     }
     return lowers;
@@ -368,7 +379,57 @@ class LocalImageService implements ImageService {
     return lowers;
   }
 
+  hold(files: readonly string[]): Disposable {
+    for (const file of files) this.#held.set(file, (this.#held.get(file) ?? 0) + 1);
+    let open = true;
+    return {
+      [Symbol.dispose]: () => {
+        if (!open) return;
+        open = false;
+        for (const file of files) {
+          const left = this.#held.get(file)! - 1;
+          if (left === 0) this.#held.delete(file);
+          else this.#held.set(file, left);
+        }
+      },
+    };
+  }
+
+  collect(pinned: ReadonlySet<string>): Promise<{ images: number; layers: number; bytes: number }> {
+    const run = this.#collecting.then(() => this.#collect(pinned));
+    this.#collecting = run.catch(() => undefined);
+    return run;
+  }
+
+  async #collect(pinned: ReadonlySet<string>): Promise<{ images: number; layers: number; bytes: number }> {
+    const used = new Set(pinned);
+    // Running sandboxes and conversions. Without an answer nothing is known to be unused.
+    for (const { image } of await this.#deps.blockClient.list())
+      for (const { file } of image.lowers) used.add(file);
+    const isPinned = (file: string): boolean => used.has(file) || this.#held.has(file);
+    const { images, commits } = await this.#cache.inventory(isPinned);
+    const policy = this.#options.gc ?? DEFAULT_GC;
+    const plan = planImageGc(images, commits, policy, Date.now());
+    for (const key of plan.images) await this.#cache.removeImage(key);
+    let layers = 0;
+    let bytes = 0;
+    const sizes = new Map(commits.map(({ digest, sizeBytes }) => [digest, sizeBytes]));
+    for (const digest of plan.commits) {
+      // Somebody may have come for it meanwhile.
+      if (this.#held.has(this.#cache.commitPath(digest))) continue;
+      await this.#cache.removeCommit(digest);
+      layers++;
+      bytes += sizes.get(digest)!;
+    }
+    if (layers > 0) {
+      await this.#cache.sweepIndexes();
+      this.#deps.log.info({ images: plan.images.length, layers, bytes }, "image cache collected");
+    }
+    return { images: plan.images.length, layers, bytes };
+  }
+
   async [Symbol.asyncDispose](): Promise<void> {
+    await this.#collecting;
     await this.#images[Symbol.asyncDispose]();
     await this.#layers[Symbol.asyncDispose]();
     await this.#swept;

@@ -113,6 +113,11 @@ export class TarParser {
     return this.#offset;
   }
 
+  /** An empty block was read: the archive was written to its end. */
+  get sawEnd(): boolean {
+    return this.#sawZeroBlock;
+  }
+
   /** Takes the next piece of the stream. `chunk` may be handed to the sink: do not reuse it. */
   push(chunk: Uint8Array): void {
     let position = 0;

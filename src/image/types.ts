@@ -1,5 +1,6 @@
 import type { ProgressSink } from "../lib/progress.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
+import type { ImageGcPolicy } from "./gc.ts";
 
 /** The part of an OCI image config that a sandbox is started with. */
 export interface ImageRuntimeConfig {
@@ -43,9 +44,20 @@ export interface ImageService extends AsyncDisposable {
    * `image_registry_unreachable` 502, `image_unsupported` 400, `disk_full` 507.
    */
   resolve(reference: string, options?: ResolveOptions): Promise<ResolvedImage>;
+  /** While it is open, none of these layer files is removed by garbage collection. */
+  hold(files: readonly string[]): Disposable;
+  /**
+   * Removes what nobody needs, and the images unused for longest while the cache is above its watermark. Layers
+   * of images that stay, of open holds, of the block daemon's devices and of `pinned` (absolute files) stay.
+   */
+  collect(
+    pinned: ReadonlySet<string>,
+  ): Promise<{ readonly images: number; readonly layers: number; readonly bytes: number }>;
 }
 
 export interface ImageServiceOptions {
+  /** Bounds for `collect`; default: no capacity, ten minutes. */
+  readonly gc?: ImageGcPolicy;
   readonly cacheDir: string;
   readonly defaultImage: string;
   readonly searchRegistries: readonly string[];
@@ -56,7 +68,7 @@ export interface ImageServiceOptions {
   readonly convertStandardOci: boolean;
   /** Docker credential file; absent: `$DOCKER_CONFIG/config.json`, else `~/.docker/config.json`. */
   readonly dockerConfigPath?: string;
-  /** Of registry requests; absent keys: 5 attempts, 500 ms doubling up to 60 s, 60 s without a byte. */
+  /** Of registry requests; absent keys: 5 attempts, 500 ms doubling up to 60 s, 45 s without a byte. */
   readonly retry?: {
     readonly attempts?: number;
     readonly baseDelayMs?: number;

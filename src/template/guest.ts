@@ -104,6 +104,43 @@ export class BuildGuest {
     this.#log.add("info", `created user ${user}`);
   }
 
+  /**
+   * Ids and home of `user[:group]` in the image. A user without a group owns with the group of the same name,
+   * else with its own; a number without a group with the group of that number. Error 400 for unknown names.
+   */
+  async account(
+    spec: string,
+  ): Promise<{ readonly uid: number; readonly gid: number; readonly home: string }> {
+    const [user = "", group] = spec.split(":");
+    const users = await this.#accounts("/etc/passwd");
+    const groups = await this.#accounts("/etc/group");
+    const unknown = (what: string, name: string): AenvError =>
+      new AenvError({
+        code: "unknown_user",
+        status: 400,
+        message: `the image has no ${what} ${name}`,
+        remediation: `create it in a RUN step, or give its number`,
+      });
+    const number = /^\d+$/.test(user) ? Number(user) : undefined;
+    const entry = users.find((fields) =>
+      number === undefined ? fields[0] === user : Number(fields[2]) === number,
+    );
+    if (entry === undefined && number === undefined && user !== "root") throw unknown("user", user);
+    const uid = number ?? Number(entry?.[2] ?? 0);
+    const home = entry?.[5] || (uid === 0 ? "/root" : "/");
+    const gidOf = (name: string): number | undefined => {
+      const found = groups.find((fields) => fields[0] === name)?.[2];
+      return found === undefined ? undefined : Number(found);
+    };
+    if (group !== undefined && group !== "") {
+      const gid = /^\d+$/.test(group) ? Number(group) : gidOf(group);
+      if (gid === undefined) throw unknown("group", group);
+      return { uid, gid, home };
+    }
+    const gid = number === undefined ? (gidOf(user) ?? Number(entry?.[3] ?? 0)) : number;
+    return { uid, gid, home };
+  }
+
   async #listed(file: string, name: string): Promise<boolean> {
     return (await this.#accounts(file)).some((fields) => fields[0] === name);
   }

@@ -1,2 +1,3 @@
-export { type BuildLimits, createTemplateService, type TemplateServiceOptions } from "./service.ts";
+export type { BuildLimits } from "./build.ts";
+export { createTemplateService, type TemplateServiceOptions } from "./service.ts";
 export type * from "./types.ts";

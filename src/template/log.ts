@@ -1,3 +1,5 @@
+import { appendFile, readFile } from "node:fs/promises";
+import { errorCode } from "../lib/durable.ts";
 import type { ProgressEvent, ProgressSink } from "../lib/progress.ts";
 import type { BuildLogEntry } from "./types.ts";
 
@@ -5,6 +7,7 @@ const MAX_ENTRIES = 50_000;
 const TAIL_ENTRIES = 500;
 const MAX_MESSAGE_CHARS = 8192;
 const PROGRESS_INTERVAL_MS = 2000;
+const WRITE_INTERVAL_MS = 500;
 
 /**
  * Log of one build. Readers page by offset, so entries never move: past the limit a marker is written
@@ -15,10 +18,22 @@ export class BuildLog {
   #tail: BuildLogEntry[] = [];
   #dropped = 0;
   readonly #onEntry: ((entry: BuildLogEntry) => void) | undefined;
+  /** Entries that readers see and that `take` has not given out. */
+  #taken = 0;
 
   constructor(entries: readonly BuildLogEntry[] = [], onEntry?: (entry: BuildLogEntry) => void) {
     this.#entries = [...entries];
     this.#onEntry = onEntry;
+  }
+
+  /** Entries since the last call, as lines of JSON. */
+  take(): string {
+    const text = this.#entries
+      .slice(this.#taken)
+      .map((entry) => `${JSON.stringify(entry)}\n`)
+      .join("");
+    this.#taken = this.#entries.length;
+    return text;
   }
 
   get entries(): readonly BuildLogEntry[] {
@@ -101,6 +116,50 @@ export class BuildLog {
       this.add("info", describe(event), step);
     };
   }
+}
+
+/** Keeps a build's log on disk while it grows: what a reader saw is there after a crash, too. */
+export class LogFile implements AsyncDisposable {
+  readonly #path: string;
+  readonly #log: BuildLog;
+  readonly #onError: (error: unknown) => void;
+  readonly #timer: NodeJS.Timeout;
+  #writing: Promise<void> = Promise.resolve();
+
+  constructor(path: string, log: BuildLog, onError: (error: unknown) => void) {
+    this.#path = path;
+    this.#log = log;
+    this.#onError = onError;
+    this.#timer = setInterval(() => void this.flush(), WRITE_INTERVAL_MS);
+    this.#timer.unref();
+  }
+
+  flush(): Promise<void> {
+    this.#writing = this.#writing.then(async () => {
+      const text = this.#log.take();
+      if (text !== "") await appendFile(this.#path, text, { mode: 0o600 }).catch(this.#onError);
+    });
+    return this.#writing;
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    clearInterval(this.#timer);
+    await this.flush();
+  }
+}
+
+/** The entries of a log file; a line that a crash cut off is left out. No file: none. */
+export async function readLogFile(path: string): Promise<BuildLogEntry[]> {
+  let text: string;
+  try {
+    text = await readFile(path, "utf8");
+  } catch (error) {
+    if (errorCode(error) === "ENOENT") return [];
+    throw error;
+  }
+  const lines = text.split("\n");
+  lines.pop();
+  return lines.map((line) => JSON.parse(line) as BuildLogEntry);
 }
 
 function describe(event: ProgressEvent): string {

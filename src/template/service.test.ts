@@ -53,6 +53,8 @@ const images: ImageService = {
       config: CONFIG,
     };
   },
+  hold: () => ({ [Symbol.dispose]: () => undefined }),
+  collect: async () => ({ images: 0, layers: 0, bytes: 0 }),
   [Symbol.asyncDispose]: async () => undefined,
 };
 

@@ -1,18 +1,19 @@
-import { mkdir, readdir, writeFile } from "node:fs/promises";
+import { mkdir, readdir } from "node:fs/promises";
 import { join } from "node:path";
 import type { ImageService } from "../image/types.ts";
-import { errorCode, readJson, removeTree } from "../lib/durable.ts";
+import { removeTree } from "../lib/durable.ts";
 import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
 import { isUuid, newId } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
-import { createAgentClient } from "../sandbox/index.ts";
-import type { CommandOutcome, RunningSandbox, SandboxFactory } from "../sandbox/types.ts";
+import type { SandboxFactory } from "../sandbox/types.ts";
 import { DEFAULT_TAG, formatName, parseAlias, parseName } from "../snapshot/index.ts";
-import type { BuildRecord, SnapshotRecord, SnapshotRepository, StartupContext } from "../snapshot/types.ts";
-import { BuildGuest } from "./guest.ts";
-import { BuildLog } from "./log.ts";
-import { applyStep, describeStep, parseSteps, type Step } from "./steps.ts";
+import type { BuildRecord, SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
+import { Build, BuildFailure, type BuildLimits, inStep } from "./build.ts";
+import { FileStore, HASH } from "./files.ts";
+import { BuildLog, LogFile, readLogFile } from "./log.ts";
+import { StepCache } from "./step-cache.ts";
+import { parseSteps, type Step } from "./steps.ts";
 import type { BuildLogEntry, BuildStartRequest, TemplateCreateRequest, TemplateService } from "./types.ts";
 
 export interface TemplateServiceOptions {
@@ -27,16 +28,18 @@ export interface TemplateServiceOptions {
   /** Called after a deletion: layers may have become unused. */
   readonly onDeleted?: () => void;
   readonly limits?: Partial<BuildLimits>;
+  /** Bytes of cached build steps and of uploaded archives. Defaults: 20 GiB each; 0 steps: no step cache. */
+  readonly maxStepCacheBytes?: number;
+  readonly maxUploadCacheBytes?: number;
+  /** Of one uploaded archive, as sent. Default 5 GiB. */
+  readonly maxUploadBytes?: number;
+  /** What besides image and steps decides what a guest is, e.g. the name of the initrd: part of cache keys. */
+  readonly cacheEpoch?: string;
 }
 
-/** Every part of a build ends within its bound. Milliseconds. */
-export interface BuildLimits {
-  readonly buildMs: number;
-  readonly readyMs: number;
-  readonly readyPollMs: number;
-  /** Wait after a start command that has no ready command. */
-  readonly startDelayMs: number;
-}
+const GIB = 1024 ** 3;
+/** Bounds of one archive: what a virtual disk of the default size could hold. */
+const ARCHIVE_LIMITS = { maxEntries: 1_000_000, maxContentBytes: 64 * GIB };
 
 const DEFAULT_LIMITS: BuildLimits = {
   buildMs: 3_600_000,
@@ -44,17 +47,7 @@ const DEFAULT_LIMITS: BuildLimits = {
   readyPollMs: 2000,
   startDelayMs: 20_000,
 };
-const READY_COMMAND_TIMEOUT_MS = 120_000;
 const MAX_QUEUED_BUILDS = 100;
-
-/** A failure with the step the client is shown: `base`, `finalize` or the step's 1-based number. */
-class BuildFailure extends Error {
-  readonly step: string;
-  constructor(message: string, step: string, cause?: unknown) {
-    super(message, cause === undefined ? undefined : { cause });
-    this.step = step;
-  }
-}
 
 interface ActiveBuild {
   readonly log: BuildLog;
@@ -87,6 +80,8 @@ class Templates implements TemplateService {
   readonly #gate: Gate;
   readonly #logsDir: string;
   readonly #capturesDir: string;
+  readonly #files: FileStore;
+  readonly #cache: StepCache;
   readonly #active = new Map<string, ActiveBuild>();
   /** Builds between their admission check and the durable mark: a second start must not slip in. */
   readonly #starting = new Set<string>();
@@ -98,6 +93,19 @@ class Templates implements TemplateService {
     const workDir = options.workDir ?? options.repository.stagingDir;
     this.#logsDir = join(workDir, "logs");
     this.#capturesDir = join(workDir, "captures");
+    const { log } = options;
+    this.#files = new FileStore({
+      root: join(workDir, "files"),
+      maxUploadBytes: options.maxUploadBytes ?? 5 * GIB,
+      maxTotalBytes: options.maxUploadCacheBytes ?? 20 * GIB,
+      archive: ARCHIVE_LIMITS,
+      log,
+    });
+    this.#cache = new StepCache({
+      root: join(workDir, "steps"),
+      maxBytes: options.maxStepCacheBytes ?? 20 * GIB,
+      log,
+    });
     this.#gate = new Gate(options.maxConcurrentBuilds, "template builds", MAX_QUEUED_BUILDS);
   }
 
@@ -106,21 +114,31 @@ class Templates implements TemplateService {
     await removeTree(this.#capturesDir);
     await mkdir(this.#capturesDir, { recursive: true, mode: 0o700 });
     await mkdir(this.#logsDir, { recursive: true, mode: 0o700 });
+    await this.#files.start();
+    await this.#cache.start();
     const known = new Set<string>();
+    const templates = new Set<string>();
     for (const record of await repository.list()) {
       known.add(record.id);
       if (record.source.kind !== "template") continue;
+      templates.add(record.templateId);
       const { build, names } = record.source;
       const unfinished =
         build.status === "building" || (build.status === "ready" && record.committed === undefined);
       if (unfinished) {
         log.warn({ templateId: record.templateId, buildId: record.id }, "build was interrupted by a restart");
+        const message = "the server was restarted while the build ran; start a new build";
+        const buildLog = new BuildLog();
+        buildLog.add("error", message);
+        await using _file = new LogFile(this.#logPath(record.id), buildLog, (error) =>
+          log.error({ err: error }, "build log not written"),
+        );
         await repository.put(
           withBuild(record, {
             ...build,
             status: "error",
             finishedAt: new Date().toISOString(),
-            reason: { message: "the server was restarted while the build ran; start a new build" },
+            reason: { message },
           }),
         );
       } else if (build.status === "ready") {
@@ -130,8 +148,9 @@ class Templates implements TemplateService {
       }
     }
     for (const name of await readdir(this.#logsDir)) {
-      if (!known.has(name.replace(/\.json$/, ""))) await removeTree(join(this.#logsDir, name));
+      if (!known.has(name.replace(/\.jsonl?$/, ""))) await removeTree(join(this.#logsDir, name));
     }
+    await this.#files.sweep(templates);
   }
 
   async #bind(names: readonly string[], id: string): Promise<void> {
@@ -239,8 +258,9 @@ class Templates implements TemplateService {
     this.#refuseWhileBuilding(doomed, `template ${name} cannot be deleted`);
     for (const build of doomed) {
       await repository.delete(build.id);
-      await removeTree(join(this.#logsDir, `${build.id}.json`));
+      await removeTree(this.#logPath(build.id));
     }
+    await this.#files.remove(record.templateId);
     log.info({ templateId: record.templateId, builds: doomed.length }, "template deleted");
     onDeleted?.();
   }
@@ -352,12 +372,62 @@ class Templates implements TemplateService {
   async #logs(buildId: string): Promise<readonly BuildLogEntry[]> {
     const active = this.#active.get(buildId);
     if (active !== undefined) return active.log.entries;
-    try {
-      return (await readJson(join(this.#logsDir, `${buildId}.json`))) as BuildLogEntry[];
-    } catch (error) {
-      if (errorCode(error) === "ENOENT") return [];
-      throw error;
+    return readLogFile(this.#logPath(buildId));
+  }
+
+  #logPath(buildId: string): string {
+    return join(this.#logsDir, `${buildId}.jsonl`);
+  }
+
+  async cancel(templateId: string, buildId: string): Promise<void> {
+    const record = await this.#find(templateId, buildId);
+    const active = this.#active.get(record.id);
+    if (active === undefined) {
+      throw new AenvError({
+        code: "build_state_conflict",
+        status: 409,
+        message: `build ${record.id} does not run (${buildOf(record).status})`,
+      });
     }
+    active.abort.abort(new Error("the build was cancelled"));
+    await active.done;
+  }
+
+  // ---- files ------------------------------------------------------------------------------------
+
+  /** The template's own id: uploads belong to it, whatever it is called. */
+  async #filesOwner(templateName: string, hash: string): Promise<string> {
+    if (!HASH.test(hash)) {
+      throw new AenvError({
+        code: "invalid_request",
+        status: 400,
+        message: "the files hash must be 64 lower-case hexadecimal digits",
+      });
+    }
+    const direct = await this.#options.repository.resolve(templateName);
+    const record =
+      direct ?? (await this.list()).find((build) => build.templateId === templateName.toLowerCase());
+    if (record === undefined || record.source.kind !== "template") throw notFound(templateName);
+    return record.templateId;
+  }
+
+  async hasFiles(templateId: string, hash: string): Promise<boolean> {
+    return this.#files.has(await this.#filesOwner(templateId, hash), hash);
+  }
+
+  async putFiles(
+    templateId: string,
+    hash: string,
+    body: AsyncIterable<Uint8Array>,
+    options: { readonly signal: AbortSignal; readonly declaredBytes?: number },
+  ): Promise<void> {
+    this.#refuseWhenClosing();
+    const owner = await this.#filesOwner(templateId, hash);
+    await this.#files.put(owner, hash, body, options.signal, options.declaredBytes);
+  }
+
+  async pinnedFiles(): Promise<ReadonlySet<string>> {
+    return this.#cache.files();
   }
 
   #refuseWhenClosing(): void {
@@ -424,12 +494,17 @@ class Templates implements TemplateService {
   ): Promise<void> {
     const { repository } = this.#options;
     const captureDir = join(this.#capturesDir, record.id);
+    await using file = new LogFile(this.#logPath(record.id), log, (error) =>
+      this.#options.log.error({ err: error, buildId: record.id }, "build log not written"),
+    );
     try {
       await this.#build(record, steps, request, log, cancelled, captureDir);
     } catch (error) {
       const step = error instanceof BuildFailure ? error.step : undefined;
       const message = errorChain(error).join(": ");
       log.add("error", message, step);
+      log.close();
+      await file.flush();
       this.#options.log.warn({ err: error, buildId: record.id }, "template build failed");
       await repository.put(
         withBuild(record, {
@@ -442,8 +517,8 @@ class Templates implements TemplateService {
     } finally {
       await removeTree(captureDir);
       log.close();
-      // Written before the build leaves the table of active ones: a reader finds its entries all along.
-      await writeFile(join(this.#logsDir, `${record.id}.json`), JSON.stringify(log.entries), { mode: 0o600 });
+      // On disk before the build leaves the table of active ones: a reader finds its entries all along.
+      await file.flush();
     }
   }
 
@@ -455,71 +530,50 @@ class Templates implements TemplateService {
     cancelled: AbortSignal,
     captureDir: string,
   ): Promise<void> {
-    const { repository } = this.#options;
-    const limit = AbortSignal.timeout(this.#limits.buildMs);
-    const signal = AbortSignal.any([limit, cancelled]);
-    const deadline = performance.now() + this.#limits.buildMs;
-    const bounded = <T>(work: Promise<T>, step: string): Promise<T> =>
-      abortable(work, signal, () =>
-        limit.aborted
-          ? new BuildFailure(`the build did not end within ${this.#limits.buildMs / 1000} s`, step)
-          : new BuildFailure("the server is shutting down", step),
-      );
-    const remaining = (): number => Math.max(1, deadline - performance.now());
-
-    if (signal.aborted) throw new BuildFailure("the server is shutting down", "base");
+    const { repository, images, sandboxes, defaults, cacheEpoch = "" } = this.#options;
     await using resources = new AsyncDisposableStack();
-    const base = await inStep("base", () => this.#base(record, request, log, signal, bounded, resources));
-    const { running, resources: sizes } = base;
-    let { context } = base;
-    const guest = new BuildGuest(createAgentClient(running.hostAddress), log);
-    const died = running.exited.then((exit) => {
-      throw new Error(
-        `the VM of the build ended (${exit.signal ?? `exit code ${exit.exitCode}`}): ${exit.stderrTail}`,
-      );
-    });
-    died.catch(() => undefined);
-    const alive = <T>(work: Promise<T>, step: string): Promise<T> =>
-      bounded(Promise.race([work, died]), step);
-
-    for (const [index, step] of steps.entries()) {
-      const number = String(index + 1);
-      log.add("info", `[${number}/${steps.length}] ${describeStep(step)}`, number);
-      context = applyStep(context, step);
-      const now = context;
-      await inStep(number, () => alive(this.#guestStep(guest, step, now, number, remaining()), number));
-    }
-
-    const startCmd = nonEmpty(request.startCmd);
-    const readyCmd = nonEmpty(request.readyCmd);
-    await inStep("finalize", () =>
-      alive(
-        (async () => {
-          if (context.user !== undefined && context.user !== "") await guest.ensureUser(context.user);
-          await this.#startAndWait(guest, context, startCmd, readyCmd, log);
-        })(),
-        "finalize",
-      ),
+    const build = new Build(
+      {
+        repository,
+        images,
+        sandboxes,
+        files: this.#files,
+        cache: this.#cache,
+        cacheEpoch,
+        defaultImage: defaults.defaultImage,
+        limits: this.#limits,
+        log: this.#options.log,
+      },
+      {
+        buildId: record.id,
+        templateId: record.templateId,
+        shape: { cpuCount: record.resources.cpuCount, memoryMiB: record.resources.memoryMiB },
+        steps,
+        request,
+        log,
+        cancelled,
+      },
     );
-
+    const built = await build.run(resources);
     await inStep("finalize", async () => {
       log.add("info", "capturing the sandbox", "finalize");
-      const { state, timings } = await bounded(running.capture(captureDir), "finalize");
+      const { state, timings } = await build.bounded(built.running.capture(captureDir), "finalize");
       log.add("debug", `captured in ${Math.round(timings.total ?? 0)} ms`, "finalize");
-      await running.stop();
+      await built.running.stop();
       log.add("info", "publishing", "finalize");
       const finishedAt = new Date().toISOString();
       const ready = withBuild(record, { ...buildOf(record), status: "ready", finishedAt });
+      const { context, startCmd, readyCmd, imageReference } = built;
       await repository.commit(
         {
           ...ready,
-          resources: { ...sizes, diskSizeMiB: Math.ceil(state.rootfs.virtualSizeBytes / 1048576) },
+          resources: { ...built.resources, diskSizeMiB: Math.ceil(state.rootfs.virtualSizeBytes / 1048576) },
           committed: {
             state,
             context,
             ...(startCmd === undefined ? {} : { startCmd }),
             ...(readyCmd === undefined ? {} : { readyCmd }),
-            ...(base.imageReference === undefined ? {} : { imageReference: base.imageReference }),
+            ...(imageReference === undefined ? {} : { imageReference }),
           },
         },
         state,
@@ -529,213 +583,11 @@ class Templates implements TemplateService {
     });
   }
 
-  /** The running sandbox a build starts from. */
-  async #base(
-    record: SnapshotRecord,
-    request: BuildStartRequest,
-    log: BuildLog,
-    signal: AbortSignal,
-    bounded: <T>(work: Promise<T>, step: string) => Promise<T>,
-    resources: AsyncDisposableStack,
-  ): Promise<{
-    running: RunningSandbox;
-    context: StartupContext;
-    resources: { cpuCount: number; memoryMiB: number };
-    imageReference?: string;
-  }> {
-    const { repository, images, sandboxes, defaults } = this.#options;
-    const sandboxId = newId();
-    const keep = async (started: Promise<RunningSandbox>): Promise<RunningSandbox> => {
-      // A start that outlives its bound still ends: whatever it makes is released.
-      resources.defer(async () => {
-        const [outcome] = await Promise.allSettled([started]);
-        if (outcome.status === "fulfilled") await outcome.value.stop();
-      });
-      return bounded(started, "base");
-    };
-
-    if (request.fromTemplate !== undefined) {
-      const lease = await repository.lease(request.fromTemplate);
-      if (lease?.record.committed === undefined) {
-        lease?.[Symbol.dispose]();
-        throw new BuildFailure(
-          `template ${request.fromTemplate} does not exist or has no ready build`,
-          "base",
-        );
-      }
-      resources.use(lease);
-      const { committed, resources: sizes } = lease.record;
-      log.add("info", `starting from template ${request.fromTemplate}`, "base");
-      const identity = { sandboxId, templateId: record.templateId, envVars: committed.context.envVars };
-      const running = await keep(sandboxes.resume({ identity, state: committed.state }));
-      return {
-        running,
-        context: committed.context,
-        resources: { cpuCount: sizes.cpuCount, memoryMiB: sizes.memoryMiB },
-        ...(committed.imageReference === undefined ? {} : { imageReference: committed.imageReference }),
-      };
-    }
-
-    const reference = request.fromImage ?? defaults.defaultImage;
-    log.add("info", `resolving image ${reference}`, "base");
-    const image = await bounded(
-      images.resolve(reference, {
-        ...(request.credentials === undefined ? {} : { credentials: request.credentials }),
-        progress: log.progress("base"),
-        signal,
-      }),
-      "base",
-    );
-    log.add("info", `booting ${image.reference}`, "base");
-    const { cpuCount, memoryMiB } = record.resources;
-    const running = await keep(
-      sandboxes.boot({
-        identity: { sandboxId, templateId: record.templateId, envVars: image.config.env },
-        shape: { vcpuCount: cpuCount, memoryMiB },
-        rootfs: { lowers: image.lowers, virtualSizeBytes: image.virtualSizeBytes },
-      }),
-    );
-    log.add("info", `booted in ${((running.timings.total ?? 0) / 1000).toFixed(1)} s`, "base");
-    const { config } = image;
-    const context: StartupContext = {
-      envVars: config.env,
-      ...(config.workingDir === undefined || config.workingDir === "" ? {} : { workdir: config.workingDir }),
-      ...(config.user === undefined || config.user === "" ? {} : { user: config.user }),
-      exposedPorts: config.exposedPorts,
-      ...(config.entrypoint === undefined ? {} : { entrypoint: config.entrypoint }),
-      ...(config.cmd === undefined ? {} : { cmd: config.cmd }),
-      volumes: config.volumes,
-      labels: config.labels,
-    };
-    const pinned = image.reference.includes("@")
-      ? image.reference
-      : `${image.reference.replace(/:[^/:]+$/, "")}@${image.manifestDigest}`;
-    return { running, context, resources: { cpuCount, memoryMiB }, imageReference: pinned };
-  }
-
-  async #guestStep(
-    guest: BuildGuest,
-    step: Step,
-    context: StartupContext,
-    number: string,
-    timeoutMs: number,
-  ): Promise<void> {
-    switch (step.type) {
-      case "RUN": {
-        const options = { step: number, timeoutMs, ...(step.user === undefined ? {} : { user: step.user }) };
-        const outcome = await guest.run(step.command, context, options);
-        if (outcome.exitCode !== 0) throw new BuildFailure(failureText(describeStep(step), outcome), number);
-        return;
-      }
-      case "WORKDIR":
-        assert(context.workdir !== undefined, "a WORKDIR step sets the directory");
-        return guest.agent.makeDir(
-          context.workdir,
-          context.user === undefined ? "root" : context.user.split(":")[0],
-        );
-      case "USER":
-        return guest.ensureUser(step.name);
-      case "ENV":
-      case "EXPOSE":
-      case "VOLUME":
-      case "LABEL":
-        return;
-    }
-  }
-
-  async #startAndWait(
-    guest: BuildGuest,
-    context: StartupContext,
-    startCmd: string | undefined,
-    readyCmd: string | undefined,
-    log: BuildLog,
-  ): Promise<void> {
-    let failed: Promise<never> | undefined;
-    if (startCmd !== undefined) {
-      log.add("info", `start command: ${startCmd}`, "finalize");
-      const { exited } = await guest.agent.startDetached(await guest.command(startCmd, context));
-      failed = new Promise((_, reject) => {
-        exited.then(
-          (outcome) => {
-            if (outcome.exitCode !== 0)
-              reject(new BuildFailure(failureText("start command", outcome), "finalize"));
-          },
-          // The stream of its events broke off; whether the command still runs is the ready command's matter.
-          (error: unknown) => log.add("warn", `start command: ${errorChain(error).join(": ")}`, "finalize"),
-        );
-      });
-      failed.catch(() => undefined);
-    }
-    const unlessFailed = <T>(work: Promise<T>): Promise<T> =>
-      failed === undefined ? work : Promise.race([work, failed]);
-    if (readyCmd === undefined) {
-      if (startCmd !== undefined) await unlessFailed(Bun.sleep(this.#limits.startDelayMs));
-      return;
-    }
-    log.add("info", `waiting for the ready command: ${readyCmd}`, "finalize");
-    const deadline = performance.now() + this.#limits.readyMs;
-    const command = await guest.command(readyCmd, context);
-    for (let last = ""; ; ) {
-      const left = deadline - performance.now();
-      if (left <= 0) {
-        const message = `the ready command did not succeed within ${this.#limits.readyMs / 1000} s${last}`;
-        throw new BuildFailure(message, "finalize");
-      }
-      try {
-        const timeoutMs = Math.min(left, READY_COMMAND_TIMEOUT_MS);
-        const outcome = await unlessFailed(guest.agent.run({ ...command, timeoutMs }));
-        if (outcome.exitCode === 0) return;
-        last = `: ${failureText("ready command", outcome)}`;
-      } catch (error) {
-        if (!(error instanceof AenvError) || error.code !== "command_timeout") throw error;
-        if (last === "") last = ": it did not end in time";
-      }
-      await unlessFailed(
-        Bun.sleep(Math.min(this.#limits.readyPollMs, Math.max(1, deadline - performance.now()))),
-      );
-    }
-  }
-
   async [Symbol.asyncDispose](): Promise<void> {
     this.#closing = true;
     const active = [...this.#active.values()];
-    for (const build of active) build.abort.abort();
+    for (const build of active) build.abort.abort(new Error("the server is shutting down"));
     await Promise.all(active.map((build) => build.done));
-  }
-}
-
-function nonEmpty(text: string | undefined): string | undefined {
-  return text === undefined || text.trim() === "" ? undefined : text;
-}
-
-function failureText(what: string, outcome: CommandOutcome): string {
-  const how = outcome.signal === undefined ? `exit status ${outcome.exitCode}` : `signal: ${outcome.signal}`;
-  const said = (outcome.stderr.trim() || outcome.stdout.trim()).slice(-2000);
-  return `${what}: ${how}${said === "" ? "" : `: ${said}`}`;
-}
-
-/** Names the step an error came from, unless it knows better. */
-async function inStep<T>(step: string, work: () => Promise<T>): Promise<T> {
-  try {
-    return await work();
-  } catch (error) {
-    if (error instanceof BuildFailure) throw error;
-    const [message, ...causes] = errorChain(error);
-    throw new BuildFailure([message ?? "failed", ...causes].join(": "), step, error);
-  }
-}
-
-/** The work, or an error as soon as the signal fires; the work itself goes on to its end unobserved. */
-async function abortable<T>(work: Promise<T>, signal: AbortSignal, reason: () => Error): Promise<T> {
-  work.catch(() => undefined);
-  if (signal.aborted) throw reason();
-  const aborted = Promise.withResolvers<never>();
-  const onAbort = (): void => aborted.reject(reason());
-  signal.addEventListener("abort", onAbort, { once: true });
-  try {
-    return await Promise.race([work, aborted.promise]);
-  } finally {
-    signal.removeEventListener("abort", onAbort);
   }
 }
 

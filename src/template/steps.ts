@@ -1,10 +1,12 @@
 import { posix } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import type { StartupContext } from "../snapshot/types.ts";
+import { HASH } from "./files.ts";
 import type { BuildStartRequest } from "./types.ts";
 
 /** A build step, checked. What it does to the guest is in build.ts; what it does to the context is here. */
 export type Step =
+  | CopyStep
   | { readonly type: "RUN"; readonly command: string; readonly user?: string }
   | { readonly type: "ENV"; readonly pairs: readonly (readonly [string, string])[] }
   | { readonly type: "WORKDIR"; readonly path: string }
@@ -12,6 +14,17 @@ export type Step =
   | { readonly type: "EXPOSE"; readonly ports: readonly string[] }
   | { readonly type: "VOLUME"; readonly paths: readonly string[] }
   | { readonly type: "LABEL"; readonly pairs: readonly (readonly [string, string])[] };
+
+export interface CopyStep {
+  readonly type: "COPY" | "ADD";
+  /** Pattern relative to the build context. */
+  readonly source: string;
+  readonly target: string;
+  /** `user`, `user:group` or numbers; absent: the current user. */
+  readonly owner?: string;
+  readonly mode?: number;
+  readonly filesHash: string;
+}
 
 function bad(message: string, code = "invalid_step", remediation?: string): AenvError {
   return new AenvError({ code, status: 400, message, ...(remediation === undefined ? {} : { remediation }) });
@@ -34,18 +47,47 @@ function labels(args: readonly string[], where: string): [string, string][] {
   return pairs(args, where);
 }
 
+function copyStep(type: CopyStep["type"], step: BuildStartRequest["steps"][number], where: string): CopyStep {
+  const [source = "", target = "", owner = "", mode = ""] = step.args;
+  if (/^https?:\/\//.test(source)) {
+    throw bad(
+      `${where}: a remote source is not supported`,
+      "unsupported_step",
+      "fetch it in a RUN step, or copy it from the build context",
+    );
+  }
+  if (source.trim() === "") throw bad(`${where}: the source is missing`);
+  if (source.startsWith("/") || posix.normalize(source).split("/").includes(".."))
+    throw bad(`${where}: the source ${source} is not a path within the build context`);
+  if (target.trim() === "") throw bad(`${where}: the target is missing`);
+  if (target.includes("\0") || source.includes("\0")) throw bad(`${where}: a path holds a NUL character`);
+  if (owner !== "" && !/^[^:\s]+(:[^:\s]+)?$/.test(owner))
+    throw bad(`${where}: the owner must be USER or USER:GROUP, not ${JSON.stringify(owner)}`);
+  if (mode !== "" && !/^[0-7]{1,5}$/.test(mode)) throw bad(`${where}: the mode ${mode} is not octal`);
+  const bits = mode === "" ? undefined : Number.parseInt(mode, 8);
+  if (bits !== undefined && bits > 0o7777) throw bad(`${where}: the mode ${mode} is out of range`);
+  if (step.filesHash === undefined || !HASH.test(step.filesHash)) {
+    throw bad(
+      `${where}: filesHash is missing or not 64 lower-case hexadecimal digits`,
+      "invalid_step",
+      "upload the files first: GET /templates/{id}/files/{hash} tells where",
+    );
+  }
+  return {
+    type,
+    source,
+    target,
+    filesHash: step.filesHash,
+    ...(owner === "" ? {} : { owner }),
+    ...(bits === undefined ? {} : { mode: bits }),
+  };
+}
+
 /** Checks the steps of a request before anything is started; error 400 names the step. */
 export function parseSteps(steps: BuildStartRequest["steps"]): Step[] {
   return steps.map((step, index): Step => {
     const type = step.type.toUpperCase();
     const where = `step ${index + 1} (${type})`;
-    if (type === "COPY" || type === "ADD" || step.filesHash !== undefined) {
-      throw bad(
-        `${where}: uploading files into a build is not supported yet`,
-        "unsupported_step",
-        "put the files into the base image, or fetch them in a RUN step",
-      );
-    }
     const first = (what: string): string => {
       const value = step.args[0];
       if (value === undefined || value.trim() === "") throw bad(`${where}: ${what} is missing`);
@@ -73,11 +115,14 @@ export function parseSteps(steps: BuildStartRequest["steps"]): Step[] {
         return { type, paths: step.args };
       case "LABEL":
         return { type, pairs: labels(step.args, where) };
+      case "COPY":
+      case "ADD":
+        return copyStep(type, step, where);
       default:
         throw bad(
           `${where}: unknown step type`,
           "unsupported_step",
-          "known: RUN ENV ARG WORKDIR USER EXPOSE VOLUME LABEL",
+          "known: RUN COPY ADD ENV ARG WORKDIR USER EXPOSE VOLUME LABEL",
         );
     }
   });
@@ -87,6 +132,8 @@ export function parseSteps(steps: BuildStartRequest["steps"]): Step[] {
 export function applyStep(context: StartupContext, step: Step): StartupContext {
   switch (step.type) {
     case "RUN":
+    case "COPY":
+    case "ADD":
       return context;
     case "ENV":
       return { ...context, envVars: { ...context.envVars, ...Object.fromEntries(step.pairs) } };
@@ -108,6 +155,9 @@ export function describeStep(step: Step): string {
   switch (step.type) {
     case "RUN":
       return `RUN ${step.command}`;
+    case "COPY":
+    case "ADD":
+      return `${step.type} ${step.source} ${step.target}`;
     case "ENV":
     case "LABEL":
       return `${step.type} ${step.pairs.map(([key]) => key).join(" ")}`;

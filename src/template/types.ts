@@ -23,7 +23,11 @@ export interface BuildStartRequest {
     readonly type: string;
     readonly args: readonly string[];
     readonly filesHash?: string;
+    /** Not from the cache, and so nothing after it. */
+    readonly force?: boolean;
   }[];
+  /** Nothing from the step cache. */
+  readonly force?: boolean;
   readonly startCmd?: string;
   readonly readyCmd?: string;
 }
@@ -45,6 +49,26 @@ export interface TemplateService extends AsyncDisposable {
     build: BuildRecord;
     logs: readonly BuildLogEntry[];
   }>;
+  /** Ends a running or queued build in `error`; resolves when it has ended. 409 when it does not run. */
+  cancel(templateId: string, buildId: string): Promise<void>;
+  /**
+   * Whether the archive of a COPY step is here, whole and verified. Errors: `template_not_found` 404,
+   * `invalid_request` 400 for a hash that is not 64 lower-case hexadecimal digits.
+   */
+  hasFiles(templateId: string, hash: string): Promise<boolean>;
+  /**
+   * Stores the archive of COPY steps with that hash, for builds of this template. It counts once this resolves;
+   * on any error nothing of it stays. Errors as above and `invalid_archive` 400, `upload_too_large` 413,
+   * `disk_full` 507.
+   */
+  putFiles(
+    templateId: string,
+    hash: string,
+    body: AsyncIterable<Uint8Array>,
+    options: { readonly signal: AbortSignal; readonly declaredBytes?: number },
+  ): Promise<void>;
+  /** Files outside this room that its caches need (image layers under cached steps). */
+  pinnedFiles(): Promise<ReadonlySet<string>>;
   list(): Promise<SnapshotRecord[]>;
   /** By template id or alias. */
   resolve(name: string): Promise<SnapshotRecord | undefined>;

@@ -80,6 +80,8 @@ async function busyboxImage(dir: string): Promise<ImageService> {
       virtualSizeBytes: IMAGE_MIB * MIB,
       config: { env: { PATH: "/bin" }, workingDir: "/", exposedPorts: [], volumes: [], labels: {} },
     }),
+    hold: () => ({ [Symbol.dispose]: () => undefined }),
+    collect: async () => ({ images: 0, layers: 0, bytes: 0 }),
     [Symbol.asyncDispose]: async () => undefined,
   };
 }

@@ -1,0 +1,127 @@
+import { posix } from "node:path";
+import { openLayerTar, showBytes, type TarEntry, TarParser, type TarSink } from "../image/index.ts";
+import { AenvError, errorChain } from "../lib/errors.ts";
+
+/**
+ * Archives of COPY steps: tars (plain, gzip, zstd) whose members are relative to the build context. Paths are
+ * byte strings as in the tar parser.
+ */
+
+export interface ArchiveLimits {
+  readonly maxEntries: number;
+  /** Content of all members together. */
+  readonly maxContentBytes: number;
+}
+
+export interface ArchiveMember {
+  /** In normal form, without leading `./` and trailing slash; empty: the context directory itself. */
+  readonly path: string;
+  readonly type: TarEntry["type"];
+}
+
+export function invalidArchive(message: string, cause?: unknown): AenvError {
+  return new AenvError({
+    code: "invalid_archive",
+    status: 400,
+    message: `the uploaded archive is not usable: ${message}`,
+    remediation: "upload a whole tar or tar.gz whose members are relative paths within the build context",
+    ...(cause === undefined ? {} : { cause }),
+  });
+}
+
+/** Error `invalid_archive` for absolute names and names with a `..` component. */
+export function memberPath(name: string): string {
+  if (name.startsWith("/")) throw invalidArchive(`its member ${showBytes(name)} has an absolute path`);
+  const parts = name.split("/");
+  if (parts.includes("..")) throw invalidArchive(`its member ${showBytes(name)} leaves the build context`);
+  return parts.filter((part) => part !== "" && part !== ".").join("/");
+}
+
+/** Runs the whole archive through a sink. Errors of its form are `invalid_archive`. */
+export async function readArchive(
+  file: string,
+  sink: TarSink,
+  signal: AbortSignal,
+  onChunk: () => Promise<void> = async () => undefined,
+): Promise<void> {
+  const parser = new TarParser(sink);
+  const tar = await openLayerTar(file, signal);
+  try {
+    for await (const chunk of tar.chunks) {
+      parser.push(chunk);
+      await onChunk();
+    }
+    parser.finish();
+  } catch (error) {
+    signal.throwIfAborted();
+    if (!(error instanceof AenvError) || !error.code.startsWith("image_")) throw error;
+    throw invalidArchive(errorChain(error).join(": "), error);
+  }
+  if (!parser.sawEnd) throw invalidArchive("it has no end mark: the upload was cut off");
+}
+
+/** Checks every member; resolves with the members in their order. */
+export async function listArchive(
+  file: string,
+  limits: ArchiveLimits,
+  signal: AbortSignal,
+): Promise<{ readonly members: readonly ArchiveMember[]; readonly contentBytes: number }> {
+  const members: ArchiveMember[] = [];
+  let contentBytes = 0;
+  await readArchive(
+    file,
+    {
+      entry(entry) {
+        const path = memberPath(entry.path);
+        if (entry.type === "hardLink") memberPath(entry.linkTarget);
+        if (members.length >= limits.maxEntries)
+          throw invalidArchive(`it has more than ${limits.maxEntries} members`);
+        contentBytes += entry.type === "file" ? entry.sizeBytes : 0;
+        if (contentBytes > limits.maxContentBytes)
+          throw invalidArchive(`its content is larger than ${limits.maxContentBytes} bytes`);
+        members.push({ path, type: entry.type });
+      },
+      data: () => undefined,
+    },
+    signal,
+  );
+  return { members, contentBytes };
+}
+
+export type CopySource =
+  | { readonly kind: "file"; readonly path: string }
+  /** The content of a directory: members below `prefix`, which is itself the directory (empty: the context). */
+  | { readonly kind: "directory"; readonly prefix: string };
+
+const GLOB = /[*?[\]{}]|[!+@]\(/;
+
+/**
+ * What a source pattern of a COPY step means for an archive made of what the pattern matched. A plain name is a
+ * file, or a directory whose content is meant. With a pattern the part before the first special component is
+ * cut off and the rest of each path is kept below the target; one matched file alone is that file.
+ */
+export function selectSource(members: readonly ArchiveMember[], source: string): CopySource {
+  const bytes = Buffer.from(source, "utf8").toString("latin1");
+  const normal = posix.normalize(bytes).replace(/^\/+|\/+$/g, "");
+  const plain = normal === "." ? "" : normal;
+  const under = (prefix: string) => (path: string) => prefix === "" || path.startsWith(`${prefix}/`);
+  const exact = members.findLast((member) => member.path === plain);
+  if (plain !== "" && exact !== undefined && exact.type !== "directory") return { kind: "file", path: plain };
+  if (exact !== undefined || members.some(({ path }) => under(plain)(path))) {
+    return { kind: "directory", prefix: plain };
+  }
+  const parts = plain.split("/");
+  const special = parts.findIndex((part) => GLOB.test(part));
+  if (special >= 0) {
+    const prefix = parts.slice(0, special).join("/");
+    const matched = members.filter(({ path }) => path !== prefix && under(prefix)(path));
+    const [only] = matched;
+    if (matched.length === 1 && only!.type !== "directory") return { kind: "file", path: only!.path };
+    if (matched.length > 0) return { kind: "directory", prefix };
+  }
+  const some = members
+    .slice(0, 5)
+    .map(({ path }) => showBytes(path))
+    .join(", ");
+  throw invalidArchive(`it does not hold ${source}${some === "" ? "" : `; it begins with ${some}`}`);
+}
