@@ -1,4 +1,6 @@
+import { readFileSync } from "node:fs";
 import { mkdir } from "node:fs/promises";
+import { totalmem } from "node:os";
 import { join } from "node:path";
 import { parseArgs } from "node:util";
 import { createControlApi } from "./api/index.ts";
@@ -39,12 +41,25 @@ Environment: AENV_HOME_PATH, AENV_RUNTIME_PATH, API_ADDR, AENV_API_KEY and the o
 config/default.toml names. SIGINT or SIGTERM pauses every sandbox, stores it and ends.
 `;
 
+const MIB = 1024 ** 2;
 const GIB = 1024 ** 3;
+/** Guests share the pages of their template and seldom touch all of their memory. */
+const MEMORY_OVERCOMMIT = 2;
+/** What the host keeps for itself when sandboxes are admitted. */
+const MIN_AVAILABLE_MIB = 512;
+/** A guest that is silent for half a minute is told as unresponsive. */
+const HEALTH = { intervalMs: 10_000, timeoutMs: 5_000, failures: 3 };
 /** Flat memory files kept for the next resume; they can always be made again. */
 const MEMORY_CACHE_BYTES = 16 * GIB;
 const STOP_GRACE_MS = 5_000;
 /** Starts beyond this wait: each takes a processor for a moment. */
 const MAX_CONCURRENT_STARTS = 16;
+
+/** What the kernel says can be given out without swapping. */
+function availableMemoryMiB(): number {
+  const kib = /^MemAvailable:\s+(\d+) kB$/m.exec(readFileSync("/proc/meminfo", "utf8"))?.[1];
+  return kib === undefined ? Number.POSITIVE_INFINITY : Number(kib) / 1024;
+}
 
 /** Everything a node is made of, from the configuration. Disposing stops it in the right order. */
 async function startNode(config: NodeConfig, log: Logger) {
@@ -124,6 +139,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     runtimeDir: config.runtimePath,
     initTimeoutMs: config.envd.initTimeoutSecs * 1000,
     pollMs: config.envd.pollMs,
+    mergeCommand: selfCommand("merge-layers"),
     log: log.child({ room: "sandbox" }),
   });
   const repository = createPosixRepository({
@@ -188,6 +204,12 @@ async function startNode(config: NodeConfig, log: Logger) {
       autoResumeMinTimeoutSeconds: config.orchestrator.autoResumeMinSandboxTimeoutSecs,
       evictIntervalMs: config.orchestrator.autoEvictIntervalMs,
       maxConcurrentStarts: MAX_CONCURRENT_STARTS,
+      capacity: {
+        memoryMiB: Math.floor((totalmem() / MIB) * MEMORY_OVERCOMMIT),
+        minAvailableMiB: MIN_AVAILABLE_MIB,
+        availableMiB: availableMemoryMiB,
+      },
+      health: HEALTH,
       log: log.child({ room: "orchestrator" }),
     }),
   );
@@ -213,7 +235,8 @@ async function startNode(config: NodeConfig, log: Logger) {
   );
 
   observer.start(orchestrator);
-  await network.start([]);
+  // Sandboxes outlive the server: what one before this left running is taken over, slot by slot.
+  await network.start(await sandboxes.survivors());
   await orchestrator.start();
   await templates.start();
 

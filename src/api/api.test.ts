@@ -104,6 +104,11 @@ function fakeOrchestrator() {
     async refresh(id) {
       find(id);
     },
+    // With the real state machine in snapshots.test.ts.
+    fork: () => Promise.reject(new Error("not in this test")),
+    snapshot: () => Promise.reject(new Error("not in this test")),
+    listSnapshots: async () => [],
+    getSnapshot: () => Promise.reject(new Error("not in this test")),
     access: (id) => (records.has(id) ? { secure: true, allowPublicTraffic: true } : undefined),
     route: () => ({ kind: "not_found" }),
     autoResume: async () => undefined,

@@ -9,6 +9,7 @@ import { nodeRoutes, teamRoutes } from "./nodes.ts";
 import { openApiDocument, openApiPage } from "./openapi.ts";
 import { type Route, route, runRoute } from "./route.ts";
 import { sandboxRoutes } from "./sandboxes.ts";
+import { snapshotRoutes } from "./snapshots.ts";
 import { telemetryRoutes } from "./telemetry.ts";
 import { templateRoutes } from "./templates.ts";
 import type { ApiOrchestrator, ApiTemplates } from "./types.ts";
@@ -106,6 +107,11 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
     }),
   ];
   const domain = options.sandboxProxyDomains[0];
+  const sandboxOptions = {
+    orchestrator,
+    defaultTimeoutSeconds: options.defaultTimeoutSeconds,
+    ...(domain === undefined ? {} : { domain }),
+  };
   const routes: Route[] = [
     ...serverRoutes,
     ...nodeRoutes({
@@ -116,11 +122,8 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
     }),
     ...teamRoutes(observer),
     ...telemetryRoutes({ observer, orchestrator }),
-    ...sandboxRoutes({
-      orchestrator,
-      defaultTimeoutSeconds: options.defaultTimeoutSeconds,
-      ...(domain === undefined ? {} : { domain }),
-    }),
+    ...sandboxRoutes(sandboxOptions),
+    ...snapshotRoutes(sandboxOptions),
     ...templateRoutes(templates, observer),
   ];
   const document = openApiDocument(routes, options.version);

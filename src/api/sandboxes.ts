@@ -67,7 +67,7 @@ function refuseUnsupported(body: {
 }
 
 /** Where the time of an operation went, in the standard header that browsers and tools show. */
-function serverTiming(phases: PhaseTimings | undefined): Record<string, string> {
+export function serverTiming(phases: PhaseTimings | undefined): Record<string, string> {
   if (phases === undefined) return {};
   const entries = Object.entries(phases).map(([name, ms]) => `${name};dur=${ms}`);
   return entries.length === 0 ? {} : { "server-timing": entries.join(", ") };
@@ -91,13 +91,9 @@ export function listedSandbox(record: SandboxRecord) {
   };
 }
 
-export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
-  const { orchestrator, defaultTimeoutSeconds } = options;
-  const domain = options.domain ?? null;
-  const recordKey = (record: SandboxRecord) => ({ createdAt: record.startedAt, id: record.id });
-  const sandboxOrder = new Ordering(recordKey);
-
-  const started = (record: SandboxRecord) => ({
+/** A sandbox as the calls that start one tell of it. */
+export function startedSandbox({ orchestrator, domain }: SandboxRoutesOptions) {
+  return (record: SandboxRecord) => ({
     templateID: record.templateId,
     sandboxID: record.id,
     clientID: "" as const,
@@ -106,8 +102,17 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
     ...(record.secure ? { envdAccessToken: orchestrator.accessToken(record.id) } : {}),
     trafficAccessToken:
       record.network?.allowPublicTraffic === false ? orchestrator.trafficToken(record.id) : null,
-    domain,
+    domain: domain ?? null,
   });
+}
+
+export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
+  const { orchestrator, defaultTimeoutSeconds } = options;
+  const domain = options.domain ?? null;
+  const recordKey = (record: SandboxRecord) => ({ createdAt: record.startedAt, id: record.id });
+  const sandboxOrder = new Ordering(recordKey);
+
+  const started = startedSandbox(options);
 
   const idempotent = new IdempotentCalls();
   const create = async (request: CreateSandboxRequest): Promise<RouteReply> => {
@@ -281,6 +286,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
             allowInternetAccess: record.allowInternetAccess ?? null,
             ...(record.network === undefined ? {} : { network: record.network }),
             lifecycle: { autoResume: record.autoResume, onTimeout: record.onTimeout },
+            ...(record.unresponsiveSince === undefined
+              ? {}
+              : { unresponsiveSince: record.unresponsiveSince }),
           },
         };
       },

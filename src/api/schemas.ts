@@ -125,6 +125,10 @@ export const SandboxDetail = component(
     allowInternetAccess: z.boolean().nullable(),
     network: NetworkConfig.optional(),
     lifecycle: z.object({ autoResume: z.boolean(), onTimeout: z.enum(["kill", "pause"]) }),
+    unresponsiveSince: z.iso
+      .datetime()
+      .optional()
+      .describe("Since when the guest's agent has not answered; absent while it does"),
   }),
 );
 
