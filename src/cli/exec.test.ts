@@ -103,9 +103,9 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
   });
 
   test("output comes as it is written, not at the end", async () => {
-    const child = rig.spawn(["exec", id, "sh", "-c", "echo first; read x < go; echo second"]);
     const fifo = join(rig.dir, "home/go");
     Bun.spawnSync(["mkfifo", fifo]);
+    const child = rig.spawn(["exec", id, "sh", "-c", "echo first; read x < go; echo second"]);
     const reader = child.stdout.getReader();
     const first = await reader.read();
     expect(Buffer.from(first.value!).toString()).toBe("first\n");
