@@ -8,6 +8,7 @@ import { createLogger, type Logger } from "../../lib/log.ts";
 import { Devices } from "./devices.ts";
 import { toBlockdError } from "./errors.ts";
 import { encodeFrame, FrameDecoder, FrameWriter } from "./framing.ts";
+import { serveMetrics } from "./metrics.ts";
 import {
   BLOCKD_MAX_MESSAGE_BYTES,
   BLOCKD_PROTOCOL_VERSION,
@@ -15,6 +16,7 @@ import {
   type BlockdRequestMessage,
   type BlockdResponseMessage,
   type BlockdResults,
+  type BlockdStats,
 } from "./protocol.ts";
 import { describeIssues, requestSchema } from "./schema.ts";
 import { DeviceTable, fileStem } from "./table.ts";
@@ -22,6 +24,8 @@ import { WorkerHandle } from "./worker-pool.ts";
 
 const DEFAULT_WORKERS = 2;
 const MAX_WORKERS = 64;
+const DEFAULT_BLOCK_CACHE_MIB = 128;
+const MAX_BLOCK_CACHE_MIB = 1 << 20;
 const MAX_CLIENTS = 64;
 const MAX_REQUESTS_PER_CLIENT = 256;
 /** A page of a list stays below this, so that it fits into a message with room to spare. */
@@ -34,21 +38,57 @@ interface DaemonOptions {
   readonly socketPath: string;
   readonly runtimeDir: string;
   readonly workers: number;
+  readonly blockCacheMiB: number;
+  /** Where to serve metrics: a unix socket's path, or host and port. */
+  readonly metrics:
+    | { readonly unix: string }
+    | { readonly hostname: string; readonly port: number }
+    | undefined;
 }
 
-const USAGE = "usage: agentenv blockd --socket PATH --runtime-dir DIR [--workers N]";
+const USAGE = `usage: agentenv blockd --socket PATH --runtime-dir DIR [options]
+
+  --socket PATH            control socket
+  --runtime-dir DIR        device table and export sockets
+  --workers N              threads that serve devices, 1 to ${MAX_WORKERS} (default ${DEFAULT_WORKERS})
+  --block-cache-mib N      memory for decompressed blocks, all workers together (default ${DEFAULT_BLOCK_CACHE_MIB})
+  --metrics ADDRESS        serve Prometheus metrics at HOST:PORT or the unix socket /PATH`;
 
 function parseOptions(argv: string[]): DaemonOptions {
   const { values } = parseArgs({
     args: argv,
-    options: { socket: { type: "string" }, "runtime-dir": { type: "string" }, workers: { type: "string" } },
+    options: {
+      socket: { type: "string" },
+      "runtime-dir": { type: "string" },
+      workers: { type: "string" },
+      "block-cache-mib": { type: "string" },
+      metrics: { type: "string" },
+    },
   });
-  const { socket, "runtime-dir": runtimeDir, workers = String(DEFAULT_WORKERS) } = values;
+  const { socket, "runtime-dir": runtimeDir, metrics } = values;
   if (socket === undefined || runtimeDir === undefined)
     throw new TypeError("--socket and --runtime-dir are needed");
-  const count = /^\d+$/.test(workers) ? Number(workers) : 0;
-  if (count < 1 || count > MAX_WORKERS) throw new TypeError(`--workers must be 1 to ${MAX_WORKERS}`);
-  return { socketPath: resolve(socket), runtimeDir: resolve(runtimeDir), workers: count };
+  const whole = (name: "workers" | "block-cache-mib", absent: number, max: number) => {
+    const text = values[name] ?? String(absent);
+    const value = /^\d+$/.test(text) ? Number(text) : 0;
+    if (value < 1 || value > max) throw new TypeError(`--${name} must be 1 to ${max}`);
+    return value;
+  };
+  return {
+    socketPath: resolve(socket),
+    runtimeDir: resolve(runtimeDir),
+    workers: whole("workers", DEFAULT_WORKERS, MAX_WORKERS),
+    blockCacheMiB: whole("block-cache-mib", DEFAULT_BLOCK_CACHE_MIB, MAX_BLOCK_CACHE_MIB),
+    metrics: metrics === undefined ? undefined : parseMetricsAddress(metrics),
+  };
+}
+
+function parseMetricsAddress(text: string): DaemonOptions["metrics"] {
+  if (text.startsWith("/")) return { unix: text };
+  const [, hostname, port] = /^(?:\[?([0-9A-Za-z.:-]+?)\]?):(\d{1,5})$/.exec(text) ?? [];
+  if (hostname === undefined || Number(port) > 65535)
+    throw new TypeError(`--metrics must be HOST:PORT or an absolute path, not ${text}`);
+  return { hostname, port: Number(port) };
 }
 
 function checkSocketPath(path: string): void {
@@ -281,13 +321,19 @@ class Daemon {
       }
       case "stats": {
         const { after = "" } = request;
-        const { items, more } = page((await devices.stats()).filter((device) => device.deviceId > after));
-        const { rss } = process.memoryUsage();
-        return { pid: process.pid, startedAt: this.#startedAt, rssBytes: rss, devices: items, more };
+        const stats = await this.stats();
+        const { items, more } = page(stats.devices.filter((device) => device.deviceId > after));
+        return { ...stats, devices: items, more };
       }
       case "shutdown":
         return this.#shutdown();
     }
+  }
+
+  async stats(): Promise<BlockdStats> {
+    const { devices, workers } = await this.#devices.stats();
+    const { rss } = process.memoryUsage();
+    return { pid: process.pid, startedAt: this.#startedAt, rssBytes: rss, workers, devices };
   }
 
   async #shutdown(): Promise<null> {
@@ -321,10 +367,11 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
 
   const { promise: ended, resolve: end } = Promise.withResolvers<{ code: number; drain: boolean }>();
   let stopping = false;
+  const workerOptions = { blockCacheBytes: Math.floor((options.blockCacheMiB * 2 ** 20) / options.workers) };
   const workers = Array.from(
     { length: options.workers },
     () =>
-      new WorkerHandle((error) => {
+      new WorkerHandle(workerOptions, (error) => {
         if (stopping) return;
         // Its files and sockets are in an unknown state: a new process has none of them.
         log.fatal({ err: error }, "a worker died, the daemon ends");
@@ -345,6 +392,7 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
   });
   const daemon = new Daemon(devices, ready, log, (failed) => end({ code: failed ? 1 : 0, drain: false }));
   scope.use(daemon.listen(socketPath));
+  if (options.metrics !== undefined) scope.use(serveMetrics(options.metrics, () => daemon.stats(), log));
 
   for (const signal of ["SIGTERM", "SIGINT"] as const) {
     process.once(signal, () => {

@@ -1,22 +1,34 @@
+import { dlopen } from "bun:ffi";
 import { afterAll, expect, test } from "bun:test";
-import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { closeSync, mkdtempSync, openSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import pino from "pino";
 import { AenvError } from "../../lib/errors.ts";
 import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { BufferPool, NbdErrno } from "../export/nbd/index.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
+import { openIoEngine } from "../io/index.ts";
+import { createLayerWriter, openStack } from "../overlaybd/index.ts";
 import type { LayerStack } from "../overlaybd/types.ts";
-import { alignedAccess, openDevice } from "./device.ts";
+import { alignedAccess } from "./aligned.ts";
+import { openDevice } from "./device.ts";
 
 const SIZE = 1 << 20;
 const dir = mkdtempSync("/tmp/blockd-device-");
-afterAll(() => rmSync(dir, { recursive: true, force: true }));
+const engine = openIoEngine();
+afterAll(async () => {
+  await engine[Symbol.asyncDispose]();
+  rmSync(dir, { recursive: true, force: true });
+});
 
 interface MemoryStack extends LayerStack {
   readonly memory: Uint8Array;
   readonly faults: { write?: Error; flush?: Error; read?: Error; restack?: Error };
   flushes: number;
+  dirty: boolean;
+  closed: boolean;
+  /** So many tries to read from memory fail. */
+  cold: number;
 }
 
 /** A stack over memory that insists on whole sectors, as the real one may. */
@@ -31,6 +43,9 @@ function memoryStack(): MemoryStack {
     memory,
     faults,
     flushes: 0,
+    dirty: false,
+    closed: false,
+    cold: 0,
     virtualSizeBytes: SIZE,
     readOnly: false,
     image: { lowers: [] },
@@ -39,18 +54,35 @@ function memoryStack(): MemoryStack {
       if (faults.read !== undefined) throw faults.read;
       target.set(memory.subarray(offset, offset + target.length));
     },
+    tryRead(offset, target) {
+      if (this.cold > 0) {
+        this.cold--;
+        return false;
+      }
+      this.read(offset, target);
+      return true;
+    },
+    locate: (offset, length) => aligned(offset, length),
     write(offset, source) {
       aligned(offset, source.length);
       if (faults.write !== undefined) throw faults.write;
+      this.dirty = true;
       memory.set(source, offset);
     },
     discard(offset, length) {
       aligned(offset, length);
       memory.fill(0, offset, offset + length);
     },
-    flush() {
-      if (faults.flush !== undefined) throw faults.flush;
-      this.flushes++;
+    flush: () => undefined,
+    beginFlush() {
+      if (!this.dirty) return undefined;
+      this.dirty = false;
+      const datasync = () => {
+        if (faults.flush !== undefined) throw faults.flush;
+        this.flushes++;
+      };
+      const [data, index] = ["data", "index"].map((name) => ({ name, datasync }));
+      return { first: [data!], afterFirst: () => [index!], done: () => undefined, failed: () => undefined };
     },
     *mappedExtents() {
       yield { offsetBytes: 0, lengthBytes: SIZE, zeroed: false };
@@ -63,7 +95,6 @@ function memoryStack(): MemoryStack {
       return { file: sealedPath };
     },
     compactStep: () => ({ done: true, movedBytes: 0, flushNeeded: false }),
-    beginFlush: () => undefined,
     pin: () => () => undefined,
     grow: () => undefined,
     swapLowers: () => [],
@@ -77,7 +108,9 @@ function memoryStack(): MemoryStack {
       lowerMappings: 5,
       warnings: [],
     }),
-    [Symbol.dispose]: () => undefined,
+    [Symbol.dispose]() {
+      this.closed = true;
+    },
   };
 }
 
@@ -92,9 +125,13 @@ function open(stack: LayerStack, name: string) {
       socketPath,
       upperMustExist: false,
     },
-    () => stack,
-    new BufferPool(),
-    pino({ level: "silent" }),
+    {
+      openStack: () => stack,
+      pool: new BufferPool(),
+      engine,
+      nowhere: new Uint8Array(new ArrayBuffer(256 << 10)),
+      log: pino({ level: "silent" }),
+    },
   );
   return { device, socketPath };
 }
@@ -138,7 +175,7 @@ test("any alignment reads, writes and drops the same bytes as plain memory", () 
 test("a full disk reaches the guest as ENOSPC, and the device works on", async () => {
   const stack = memoryStack();
   const { device, socketPath } = open(stack, "full");
-  using _ = device;
+  await using _ = device;
   using client = await RawClient.open(socketPath, "full");
   const data = new Uint8Array(4096).fill(7);
   stack.faults.write = new AenvError({ code: "disk_full", status: 507, message: "no space left" });
@@ -160,7 +197,7 @@ test("a full disk reaches the guest as ENOSPC, and the device works on", async (
 test("after a failed flush no later one claims success, and no layer is sealed; reads go on", async () => {
   const stack = memoryStack();
   const { device, socketPath } = open(stack, "lost");
-  using _ = device;
+  await using _ = device;
   using client = await RawClient.open(socketPath, "lost");
   client.send(request(Command.write, 1, 0, 512, 0, new Uint8Array(512).fill(1)));
   expect((await client.answer()).error).toBe(0);
@@ -170,46 +207,119 @@ test("after a failed flush no later one claims success, and no layer is sealed; 
   stack.faults.flush = undefined;
   client.send(request(Command.flush, 3, 0, 0));
   expect((await client.answer()).error).toBe(NbdErrno.EIO);
-  expect(() => device.restack(join(dir, "sealed"), { data: join(dir, "fresh") })).toThrow("lost writes");
+  await expect(device.restack(join(dir, "sealed"), { data: join(dir, "fresh") })).rejects.toThrow(
+    "lost writes",
+  );
   expect((await client.read(4, 0, 512))[0]).toBe(1);
 });
 
-test("the first flush covers what an earlier process left in the page cache, a later one with nothing written is free", () => {
-  const files = { data: join(dir, "inherited.data"), index: join(dir, "inherited.index") };
-  const stack: MemoryStack = { ...memoryStack(), image: { lowers: [], upper: files } };
-  const { device } = open(stack, "inherited");
-  using _ = device;
-  // It opens the files to sync them: seen by their absence.
-  expect(() => device.flush()).toThrow("inherited.data");
-  device[Symbol.dispose]();
+test("flushes that come while one is under way share the next; a flush with nothing written is free", async () => {
+  const stack = memoryStack();
+  const { device, socketPath } = open(stack, "shared");
+  await using _ = device;
+  using client = await RawClient.open(socketPath, "shared");
+  const write = (cookie: number) => request(Command.write, cookie, 0, 512, 0, new Uint8Array(512));
+  const flush = (cookie: number) => request(Command.flush, cookie, 0, 0);
+  client.send(Buffer.concat([write(1), flush(2), write(3), flush(4), flush(5), write(6), flush(7)]));
+  const seen = new Set<number>();
+  while (seen.size < 7) {
+    const answer = await client.answer();
+    expect(answer.error).toBe(0);
+    seen.add(answer.cookie);
+  }
+  // Data and index each, for the first flush and for the one that serves the other three.
+  expect(stack.flushes).toBe(4);
+  await device.flush();
+  expect(stack.flushes).toBe(4);
+  expect(device.stats()).toMatchObject({ flushOps: 5 });
+  expect(device.stats().flushSeconds.counts.reduce((sum, count) => sum + count, 0)).toBe(5);
+});
 
-  for (const file of Object.values(files)) writeFileSync(file, "");
-  const again = open(stack, "inherited");
-  using __ = again.device;
-  again.device.flush();
-  expect(stack.flushes).toBe(1);
-  again.device.flush();
-  expect(stack.flushes).toBe(1);
+test("a read that finds nothing in memory is answered all the same, and waits in the end", async () => {
+  const stack = memoryStack();
+  stack.memory.fill(9);
+  const { device, socketPath } = open(stack, "late");
+  await using _ = device;
+  using client = await RawClient.open(socketPath, "late");
+  for (const cold of [1, 2, 4, 100]) {
+    stack.cold = cold;
+    expect(Buffer.from(await client.read(cold, 513, 5000)).equals(Buffer.alloc(5000, 9))).toBe(true);
+  }
+  expect(device.stats()).toMatchObject({ readOps: 4, lateReadOps: 4, readBytes: 20_000 });
+  stack.cold = 1;
+  stack.faults.read = new AenvError({ code: "os_eio", message: "the disk is broken" });
+  await expect(client.read(200, 0, 512)).rejects.toThrow(`${NbdErrno.EIO}`);
+  expect(device.stats().errorOps).toBe(1);
+});
+
+test("layers that were dropped from the page cache are read right, alone and as a stream", async () => {
+  const size = 8 << 20;
+  const content = new Uint8Array(size).map((_, i) => (i * 2654435761) >>> 13);
+  const layer = join(dir, "layer");
+  {
+    using writer = createLayerWriter(layer, { virtualSizeBytes: size });
+    writer.append(0, content);
+    writer.finish();
+  }
+  const libc = dlopen("libc.so.6", {
+    posix_fadvise: { args: ["i32", "i64", "i64", "i32"], returns: "i32" },
+  });
+  const forget = () => {
+    const fd = openSync(layer, "r");
+    const POSIX_FADV_DONTNEED = 4;
+    libc.symbols.posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    closeSync(fd);
+  };
+  const { device, socketPath } = open(openStack({ lowers: [{ file: layer }] }), "cold");
+  await using _ = device;
+  using client = await RawClient.open(socketPath, "cold");
+  let cookie = 0;
+  for (const [from, step, count] of [
+    [4096, 1_234_567, 6],
+    [0, 128 << 10, 64],
+  ] as const) {
+    forget();
+    for (let i = 0; i < count; i++) {
+      const offset = from + i * step;
+      const length = Math.min(128 << 10, size - offset);
+      const got = await client.read(++cookie, offset, length);
+      expect(Buffer.compare(got, content.subarray(offset, offset + length))).toBe(0);
+    }
+  }
+  expect(device.stats().readOps).toBe(70);
+});
+
+test("closing waits for a flush under way", async () => {
+  const stack = memoryStack();
+  const { device } = open(stack, "closing");
+  stack.dirty = true;
+  const flushed = device.flush();
+  const closed = device[Symbol.asyncDispose]();
+  expect(stack.closed).toBe(false);
+  await flushed;
+  await closed;
+  expect(stack.closed).toBe(true);
+  await expect(device.flush()).rejects.toThrow("was closed");
 });
 
 test("a restack that fails half-way makes the device refuse everything, any other failure does not", async () => {
   const stack = memoryStack();
   const { device, socketPath } = open(stack, "terminal");
-  using _ = device;
+  await using _ = device;
   using client = await RawClient.open(socketPath, "terminal");
   const restack = () => device.restack(join(dir, "sealed2"), { data: join(dir, "fresh2") });
   stack.faults.restack = new AenvError({ code: "disk_full", message: "no space" });
-  expect(restack).toThrow("no space");
+  await expect(restack()).rejects.toThrow("no space");
   expect((await client.read(1, 0, 512)).length).toBe(512);
   stack.faults.restack = new AenvError({ code: "restack_terminal", message: "half-way" });
-  expect(restack).toThrow("half-way");
+  await expect(restack()).rejects.toThrow("half-way");
   await expect(client.read(2, 0, 512)).rejects.toThrow(`${NbdErrno.EIO}`);
-  expect(restack).toThrow("cannot be used any more");
+  await expect(restack()).rejects.toThrow("cannot be used any more");
 });
 
 test("a seventeenth connection is turned away", async () => {
   const { device, socketPath } = open(memoryStack(), "limit");
-  using _ = device;
+  await using _ = device;
   const clients: RawClient[] = [];
   for (let i = 0; i < 16; i++) clients.push(await RawClient.open(socketPath, "limit"));
   const extra = await RawClient.connect(socketPath);

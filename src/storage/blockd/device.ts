@@ -1,80 +1,60 @@
-import { closeSync, existsSync, fdatasyncSync, openSync } from "node:fs";
+import { existsSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
-import { type BufferPool, type NbdEvent, type NbdTarget, serveNbd } from "../export/nbd/index.ts";
+import {
+  type BufferPool,
+  type NbdEvent,
+  type NbdExtent,
+  type NbdTarget,
+  serveNbd,
+} from "../export/nbd/index.ts";
+import type { IoEngine } from "../io/index.ts";
 import type { ImageConfig, LayerRef, LayerStack, OverlaybdRoom, UpperRef } from "../overlaybd/types.ts";
+import { alignedAccess } from "./aligned.ts";
+import { Compaction } from "./compaction.ts";
+import { Fetcher } from "./fetch.ts";
+import { Flusher } from "./flusher.ts";
+import { DurationHistogram } from "./histogram.ts";
 import type { BlockdStats } from "./protocol.ts";
 import type { OpenRequest } from "./worker-protocol.ts";
 
 type DeviceStats = BlockdStats["devices"][number];
 
-/** One open device and its export, owned by the thread that opened it. All calls are synchronous. */
-export interface Device extends Disposable {
+/** One open device and its export, owned by the thread that opened it. */
+export interface Device extends AsyncDisposable {
   readonly deviceId: string;
   readonly virtualSizeBytes: number;
   /** What is under it now. */
   readonly image: ImageConfig;
-  flush(): void;
-  restack(sealedPath: string, freshUpper: UpperRef): LayerRef;
+  flush(): Promise<void>;
+  restack(sealedPath: string, freshUpper: UpperRef): Promise<LayerRef>;
   stats(): DeviceStats;
 }
-
-const SECTOR_BYTES = 512;
 
 interface Counters {
   readOps: number;
   readBytes: number;
+  /** Reads that had to wait for a disk. */
+  lateReadOps: number;
   writeOps: number;
   writeBytes: number;
+  trimOps: number;
   flushOps: number;
+  errorOps: number;
 }
 
-/**
- * Serves a stack whatever the alignment of a request: the stack itself takes whole sectors. A write that
- * covers a sector in part reads the rest of it first; nothing can come between, the thread is ours.
- */
-export function alignedAccess(stack: LayerStack) {
-  return {
-    read(offsetBytes: number, target: Uint8Array): void {
-      const start = offsetBytes - (offsetBytes % SECTOR_BYTES);
-      const end = Math.ceil((offsetBytes + target.length) / SECTOR_BYTES) * SECTOR_BYTES;
-      if (start === offsetBytes && end === offsetBytes + target.length) {
-        stack.read(offsetBytes, target);
-        return;
-      }
-      const sectors = new Uint8Array(new ArrayBuffer(end - start));
-      stack.read(start, sectors);
-      target.set(sectors.subarray(offsetBytes - start, offsetBytes - start + target.length));
-    },
-
-    write(offsetBytes: number, source: Uint8Array): void {
-      const start = offsetBytes - (offsetBytes % SECTOR_BYTES);
-      const end = Math.ceil((offsetBytes + source.length) / SECTOR_BYTES) * SECTOR_BYTES;
-      if (start === offsetBytes && end === offsetBytes + source.length) {
-        stack.write(offsetBytes, source);
-        return;
-      }
-      const sectors = new Uint8Array(new ArrayBuffer(end - start));
-      stack.read(start, sectors.subarray(0, SECTOR_BYTES));
-      if (end - start > SECTOR_BYTES) stack.read(end - SECTOR_BYTES, sectors.subarray(-SECTOR_BYTES));
-      sectors.set(source, offsetBytes - start);
-      stack.write(start, sectors);
-    },
-
-    /** Whole sectors inside the range are dropped; what is left of it at the edges is returned. */
-    discard(offsetBytes: number, lengthBytes: number): { offsetBytes: number; lengthBytes: number }[] {
-      const end = offsetBytes + lengthBytes;
-      const innerStart = Math.ceil(offsetBytes / SECTOR_BYTES) * SECTOR_BYTES;
-      const innerEnd = end - (end % SECTOR_BYTES);
-      if (innerEnd <= innerStart) return [{ offsetBytes, lengthBytes }];
-      stack.discard(innerStart, innerEnd - innerStart);
-      return [
-        { offsetBytes, lengthBytes: innerStart - offsetBytes },
-        { offsetBytes: innerEnd, lengthBytes: end - innerEnd },
-      ].filter((edge) => edge.lengthBytes > 0);
-    },
-  };
+/** What the devices of one thread share. */
+export interface DeviceContext {
+  readonly openStack: OverlaybdRoom["openStack"];
+  readonly pool: BufferPool;
+  readonly engine: IoEngine;
+  /** Memory that fetches read into and nobody looks at, see Fetcher. */
+  readonly nowhere: Uint8Array;
+  readonly log: Logger;
 }
+
+/** How much of the device one answer about its extents looks at. */
+const EXTENT_WINDOW_BYTES = 64 << 20;
 
 /** Logs at most one failure per second and says how many it left out: a guest may retry without end. */
 function eventLogger(log: Logger): (event: NbdEvent) => void {
@@ -109,19 +89,6 @@ function checkUpperExists(image: ImageConfig): void {
   });
 }
 
-/** Data before index: no mapping may be durable without what it points to. */
-function syncUpper(upper: UpperRef): void {
-  for (const path of [upper.data, upper.index]) {
-    if (path === undefined) continue;
-    const fd = openSync(path, "r");
-    try {
-      fdatasyncSync(fd);
-    } finally {
-      closeSync(fd);
-    }
-  }
-}
-
 function deviceTerminal(deviceId: string, cause: unknown): AenvError {
   return new AenvError({
     code: "device_terminal",
@@ -132,105 +99,133 @@ function deviceTerminal(deviceId: string, cause: unknown): AenvError {
 }
 
 /** Opens the stack and exports it. On error nothing stays open. */
-export function openDevice(
-  request: OpenRequest,
-  openStack: OverlaybdRoom["openStack"],
-  pool: BufferPool,
-  log: Logger,
-): Device {
+export function openDevice(request: OpenRequest, context: DeviceContext): Device {
   const { deviceId, readOnly } = request;
+  const { pool, engine } = context;
+  const log = context.log.child({ deviceId });
   const { upper, ...withoutUpper } = request.image;
   if (request.upperMustExist && !readOnly) checkUpperExists(request.image);
-  const stack = openStack(readOnly || upper === undefined ? withoutUpper : { ...withoutUpper, upper });
+  const stack = context.openStack(
+    readOnly || upper === undefined ? withoutUpper : { ...withoutUpper, upper },
+  );
   const access = alignedAccess(stack);
-  const counters: Counters = { readOps: 0, readBytes: 0, writeOps: 0, writeBytes: 0, flushOps: 0 };
-  /** Something was written since the last flush. */
-  let dirty = false;
-  /**
-   * A daemon that was killed may have left writes of this device in the page cache, acknowledged and not
-   * flushed. The guest's next flush speaks of those, too, and the stack does not know of them.
-   */
-  let inherited = !readOnly;
+  const fetcher = new Fetcher(access, stack.virtualSizeBytes, engine, context.nowhere);
+  const counters: Counters = {
+    readOps: 0,
+    readBytes: 0,
+    lateReadOps: 0,
+    writeOps: 0,
+    writeBytes: 0,
+    trimOps: 0,
+    flushOps: 0,
+    errorOps: 0,
+  };
+  const flushTimes = new DurationHistogram();
+  const lateReadTimes = new DurationHistogram();
   let flushFailure: unknown;
   let terminal: unknown;
+  let closed = false;
 
   const usable = () => {
     if (terminal !== undefined) throw deviceTerminal(deviceId, terminal);
+    if (closed) throw new AenvError({ code: "device_closed", message: `device ${deviceId} was closed` });
   };
 
-  const flush = () => {
+  const flusher = new Flusher(() => {
+    usable();
+    if (flushFailure === undefined) return stack.beginFlush();
+    throw new AenvError({
+      code: "device_flush_failed",
+      message: `device ${deviceId} lost writes: an earlier flush failed`,
+      remediation: "check the host's disk and log; the device can be released and created again",
+      cause: flushFailure,
+    });
+  }, engine);
+
+  const flush = async () => {
     usable();
     counters.flushOps++;
-    if (flushFailure !== undefined) {
-      throw new AenvError({
-        code: "device_flush_failed",
-        message: `device ${deviceId} lost writes: an earlier flush failed`,
-        remediation: "check the host's disk and log; the device can be released and created again",
-        cause: flushFailure,
-      });
-    }
-    if (!dirty && !inherited) return;
+    const startedMs = performance.now();
     try {
-      if (inherited && stack.image.upper !== undefined) syncUpper(stack.image.upper);
-      stack.flush();
+      await flusher.flush();
     } catch (error) {
       // The kernel reports a failed write-back once and may then call the lost pages clean: a later
       // flush that succeeds would be a lie, so there is none until the device is opened again.
-      flushFailure = error;
+      flushFailure ??= error;
       throw error;
     }
-    dirty = false;
-    inherited = false;
+    flushTimes.add(performance.now() - startedMs);
   };
+  const compaction = new Compaction(stack, flush, log);
 
   const write = (offsetBytes: number, source: Uint8Array) => {
     usable();
-    dirty = true;
     access.write(offsetBytes, source);
     counters.writeOps++;
     counters.writeBytes += source.length;
+    compaction.noteChange(source.length);
   };
 
   const target: NbdTarget = {
     exportName: deviceId,
     sizeBytes: stack.virtualSizeBytes,
     readOnly,
-    read(offsetBytes, into) {
+    tryRead(offsetBytes, into) {
       usable();
-      access.read(offsetBytes, into);
+      if (!access.tryRead(offsetBytes, into)) return false;
+      fetcher.noteRead(offsetBytes, into.length);
       counters.readOps++;
+      counters.readBytes += into.length;
+      return true;
+    },
+    async read(offsetBytes, into) {
+      const startedMs = performance.now();
+      await fetcher.read(offsetBytes, into, usable);
+      lateReadTimes.add(performance.now() - startedMs);
+      counters.readOps++;
+      counters.lateReadOps++;
       counters.readBytes += into.length;
     },
     write,
     trim(offsetBytes, lengthBytes) {
       usable();
-      dirty = true;
       access.discard(offsetBytes, lengthBytes);
+      counters.trimOps++;
+      compaction.noteChange(lengthBytes);
     },
     writeZeroes(offsetBytes, lengthBytes) {
       usable();
-      dirty = true;
       for (const edge of access.discard(offsetBytes, lengthBytes)) {
         write(edge.offsetBytes, new Uint8Array(edge.lengthBytes));
       }
+      counters.trimOps++;
+      compaction.noteChange(lengthBytes);
     },
     flush,
+    extents(offsetBytes, lengthBytes, limit) {
+      usable();
+      return describeExtents(stack, offsetBytes, Math.min(lengthBytes, EXTENT_WINDOW_BYTES), limit);
+    },
   };
 
+  const logEvent = eventLogger(log);
   let nbd: ReturnType<typeof serveNbd>;
   try {
     nbd = serveNbd({
       socketPath: request.socketPath,
       target,
       pool,
-      onEvent: eventLogger(log.child({ deviceId })),
+      onEvent: (event) => {
+        if (event.kind === "io_error") counters.errorOps++;
+        logEvent(event);
+      },
     });
   } catch (error) {
     stack[Symbol.dispose]();
     throw error;
   }
 
-  for (const warning of stack.stats().warnings) log.warn({ deviceId }, warning);
+  for (const warning of stack.stats().warnings) log.warn(warning);
   return {
     deviceId,
     virtualSizeBytes: stack.virtualSizeBytes,
@@ -238,26 +233,69 @@ export function openDevice(
       return stack.image;
     },
     flush,
-    restack(sealedPath, freshUpper) {
-      // What the sealed layer promises is durable, so a device that lost writes must not make one.
-      flush();
-      try {
-        const layer = stack.restack(sealedPath, freshUpper);
-        dirty = false;
-        return layer;
-      } catch (error) {
-        if (error instanceof AenvError && error.code === "restack_terminal") terminal = error;
-        throw error;
-      }
+    async restack(sealedPath, freshUpper) {
+      // What the sealed layer promises is durable, so a device that lost writes must not make one. What is
+      // written after this flush is synced by the stack itself, on the thread.
+      await flush();
+      return flusher.exclusive(() => {
+        usable();
+        try {
+          return stack.restack(sealedPath, freshUpper);
+        } catch (error) {
+          if (error instanceof AenvError && error.code === "restack_terminal") terminal = error;
+          throw error;
+        }
+      });
     },
     stats() {
       const { upperDataBytes, upperLiveBytes, lowerCount } = stack.stats();
-      const { connections } = nbd;
-      return { deviceId, ...counters, connections, upperDataBytes, upperLiveBytes, lowerCount };
+      return {
+        deviceId,
+        ...counters,
+        connections: nbd.connections,
+        upperDataBytes,
+        upperLiveBytes,
+        lowerCount,
+        compactedBytes: compaction.stats().movedBytes,
+        flushSeconds: flushTimes.snapshot(),
+        lateReadSeconds: lateReadTimes.snapshot(),
+      };
     },
-    [Symbol.dispose]() {
+    async [Symbol.asyncDispose]() {
+      if (closed) return;
       nbd[Symbol.dispose]();
-      stack[Symbol.dispose]();
+      compaction[Symbol.dispose]();
+      await flusher.exclusive(() => {
+        closed = true;
+        stack[Symbol.dispose]();
+      });
     },
   };
+}
+
+/** What the range from `offsetBytes` on is made of, for NbdTarget.extents. */
+function describeExtents(
+  stack: LayerStack,
+  offsetBytes: number,
+  lengthBytes: number,
+  limit: number,
+): NbdExtent[] {
+  const end = offsetBytes + lengthBytes;
+  const extents: { lengthBytes: number; kind: NbdExtent["kind"] }[] = [];
+  let at = offsetBytes;
+  const add = (to: number, kind: NbdExtent["kind"]) => {
+    const last = extents.at(-1);
+    if (to <= at) return;
+    if (last?.kind === kind) last.lengthBytes += to - at;
+    else extents.push({ lengthBytes: to - at, kind });
+    at = to;
+  };
+  for (const extent of stack.mappedExtents("all", offsetBytes, end)) {
+    if (extents.length > limit) break;
+    if (extent.zeroed) continue;
+    add(Math.min(end, extent.offsetBytes), "hole");
+    add(Math.min(end, extent.offsetBytes + extent.lengthBytes), "data");
+  }
+  add(end, "hole");
+  return extents.slice(0, limit);
 }

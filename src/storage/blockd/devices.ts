@@ -4,7 +4,7 @@ import { AenvError, assert } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
 import { toBlockdError } from "./errors.ts";
-import type { BlockdStats, DeviceInfo, DeviceSpec } from "./protocol.ts";
+import type { BlockdStats, DeviceInfo, DeviceSpec, WorkerStats } from "./protocol.ts";
 import type { DeviceRecord } from "./schema.ts";
 import { type DeviceTable, fileStem } from "./table.ts";
 import type { WorkerHandle } from "./worker-pool.ts";
@@ -214,9 +214,12 @@ export class Devices {
     }
   }
 
-  async stats(): Promise<BlockdStats["devices"][number][]> {
-    const perWorker = await Promise.all(this.#workers.map((worker) => worker.call<"stats">({ op: "stats" })));
-    return perWorker.flat().sort((a, b) => (a.deviceId < b.deviceId ? -1 : 1));
+  async stats(): Promise<{ devices: BlockdStats["devices"][number][]; workers: WorkerStats[] }> {
+    const answers = await Promise.all(this.#workers.map((worker) => worker.call<"stats">({ op: "stats" })));
+    return {
+      devices: answers.flatMap(({ devices }) => devices).sort((a, b) => (a.deviceId < b.deviceId ? -1 : 1)),
+      workers: answers.map(({ worker }) => worker),
+    };
   }
 
   /**

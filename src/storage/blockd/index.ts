@@ -1,8 +1,11 @@
+import { workerData } from "node:worker_threads";
+import type { WorkerOptions } from "./worker-protocol.ts";
+
 export { type BlockClientOptions, connectBlockd } from "./client.ts";
 export * from "./protocol.ts";
 export { type SupervisedBlockd, superviseBlockd } from "./supervisor.ts";
 
-/** The program `agentenv blockd --socket PATH --runtime-dir DIR [--workers N]`; does not return normally. */
+/** The program `agentenv blockd`, see USAGE in daemon.ts; does not return normally. */
 export async function blockdMain(argv: string[]): Promise<number> {
   const { runDaemon } = await import("./daemon.ts");
   return runDaemon(argv);
@@ -14,5 +17,6 @@ export async function workerMain(): Promise<void> {
     import("./worker.ts"),
     import("../overlaybd/index.ts"),
   ]);
-  await runWorker(openStack);
+  const { options } = workerData as { options: WorkerOptions };
+  await runWorker(openStack, options);
 }

@@ -65,18 +65,52 @@ export type BlockdRequest =
   /** Flushes and releases every device, removes the socket and exits. */
   | { readonly op: "shutdown" };
 
+/** One worker thread of the daemon. */
+export interface WorkerStats {
+  readonly engine: "io_uring" | "threads";
+  /** Requests at the kernel, and waiting for room there. */
+  readonly inFlight: number;
+  readonly waiting: number;
+  /** Since the start: requests, and the calls that handed them to the kernel. */
+  readonly requests: number;
+  readonly submits: number;
+  readonly blockCache: {
+    readonly bytes: number;
+    readonly limitBytes: number;
+    readonly hits: number;
+    readonly misses: number;
+  };
+}
+
+/** How often something took how long, see histogram.ts for the bounds. */
+export interface DurationStats {
+  readonly counts: readonly number[];
+  readonly sumSeconds: number;
+}
+
 export interface BlockdStats {
   readonly pid: number;
   readonly startedAt: string;
   readonly rssBytes: number;
+  readonly workers: readonly WorkerStats[];
   readonly devices: readonly {
     readonly deviceId: string;
     readonly readOps: number;
     readonly readBytes: number;
+    /** Reads that had to wait for a disk. */
+    readonly lateReadOps: number;
     readonly writeOps: number;
     readonly writeBytes: number;
+    /** Trims and writes of zeros. */
+    readonly trimOps: number;
     readonly flushOps: number;
+    /** Requests that the guest was told have failed. */
+    readonly errorOps: number;
     readonly connections: number;
+    /** Data moved by compaction. */
+    readonly compactedBytes: number;
+    readonly flushSeconds: DurationStats;
+    readonly lateReadSeconds: DurationStats;
     readonly upperDataBytes: number;
     readonly upperLiveBytes: number;
     readonly lowerCount: number;

@@ -2,6 +2,7 @@ import { Worker } from "node:worker_threads";
 import { AenvError } from "../../lib/errors.ts";
 import { fromBlockdError } from "./errors.ts";
 import type {
+  WorkerOptions,
   WorkerRequest,
   WorkerRequestMessage,
   WorkerResponseMessage,
@@ -21,8 +22,8 @@ export class WorkerHandle {
   /** Devices assigned to it, opening ones included. */
   load = 0;
 
-  constructor(onDeath: (error: Error) => void) {
-    this.#worker = new Worker(Bun.main, { workerData: { role: "blockd-worker" } });
+  constructor(options: WorkerOptions, onDeath: (error: Error) => void) {
+    this.#worker = new Worker(Bun.main, { workerData: { role: "blockd-worker", options } });
     let failure: unknown;
     this.#worker.on("message", (message: WorkerResponseMessage) => {
       const waiting = this.#pending.get(message.id);

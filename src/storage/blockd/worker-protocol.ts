@@ -1,5 +1,11 @@
 import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
-import type { BlockdError, BlockdStats } from "./protocol.ts";
+import type { BlockdError, BlockdStats, WorkerStats } from "./protocol.ts";
+
+/** What a worker is started with. */
+export interface WorkerOptions {
+  /** Memory for decompressed blocks. */
+  readonly blockCacheBytes: number;
+}
 
 /** Messages between the daemon's main thread and the workers that own the devices. */
 export interface OpenRequest {
@@ -30,7 +36,7 @@ export interface WorkerResults {
   readonly close: null;
   readonly flush: null;
   readonly restack: LayerRef;
-  readonly stats: BlockdStats["devices"];
+  readonly stats: { readonly devices: BlockdStats["devices"]; readonly worker: WorkerStats };
   readonly exit: null;
 }
 

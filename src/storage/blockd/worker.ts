@@ -1,11 +1,15 @@
 import { type MessagePort, parentPort } from "node:worker_threads";
 import { assert } from "../../lib/errors.ts";
-import { createLogger, type Logger } from "../../lib/log.ts";
+import { createLogger } from "../../lib/log.ts";
 import { BufferPool } from "../export/nbd/index.ts";
+import { openIoEngine } from "../io/index.ts";
 import type { OverlaybdRoom } from "../overlaybd/types.ts";
-import { type Device, openDevice } from "./device.ts";
+import { threadBlockCache } from "../overlaybd/zfile/block-cache.ts";
+import { type Device, type DeviceContext, openDevice } from "./device.ts";
 import { toBlockdError } from "./errors.ts";
+import type { WorkerStats } from "./protocol.ts";
 import type {
+  WorkerOptions,
   WorkerRequest,
   WorkerRequestMessage,
   WorkerResponseMessage,
@@ -14,26 +18,23 @@ import type {
 
 type Result = WorkerResults[keyof WorkerResults];
 
-/**
- * The devices of one worker. Requests of the main thread run to their end between those of the guests:
- * both are turns of the same event loop and neither ever waits.
- */
-class DeviceOwner implements Disposable {
-  readonly #devices = new Map<string, Device>();
-  readonly #pool = new BufferPool();
-  readonly #openStack: OverlaybdRoom["openStack"];
-  readonly #log: Logger;
+/** See DeviceContext.nowhere. */
+const NOWHERE_BYTES = 256 << 10;
 
-  constructor(openStack: OverlaybdRoom["openStack"], log: Logger) {
-    this.#openStack = openStack;
-    this.#log = log;
+/** The devices of one worker. Whoever asks sees to it that requests for one device do not overlap. */
+class DeviceOwner implements AsyncDisposable {
+  readonly #devices = new Map<string, Device>();
+  readonly #context: DeviceContext;
+
+  constructor(context: DeviceContext) {
+    this.#context = context;
   }
 
-  handle(request: WorkerRequest): Result {
+  async handle(request: WorkerRequest): Promise<Result> {
     switch (request.op) {
       case "open": {
         assert(!this.#devices.has(request.deviceId), `device ${request.deviceId} is open`);
-        const device = openDevice(request, this.#openStack, this.#pool, this.#log);
+        const device = openDevice(request, this.#context);
         this.#devices.set(request.deviceId, device);
         return { virtualSizeBytes: device.virtualSizeBytes, image: device.image };
       }
@@ -42,22 +43,30 @@ class DeviceOwner implements Disposable {
         this.#devices.delete(request.deviceId);
         // Closed whatever the flush says; its failure is the caller's to know.
         try {
-          if (request.flush) device.flush();
+          if (request.flush) await device.flush();
         } finally {
-          device[Symbol.dispose]();
+          await device[Symbol.asyncDispose]();
         }
         return null;
       }
       case "flush":
-        this.#device(request.deviceId).flush();
+        await this.#device(request.deviceId).flush();
         return null;
       case "restack":
         return this.#device(request.deviceId).restack(request.sealedPath, request.freshUpper);
       case "stats":
-        return [...this.#devices.values()].map((device) => device.stats());
+        return {
+          devices: [...this.#devices.values()].map((device) => device.stats()),
+          worker: this.#stats(),
+        };
       case "exit":
         return null;
     }
+  }
+
+  #stats(): WorkerStats {
+    const { kind } = this.#context.engine;
+    return { engine: kind, ...this.#context.engine.stats(), blockCache: threadBlockCache.stats() };
   }
 
   #device(deviceId: string): Device {
@@ -66,23 +75,36 @@ class DeviceOwner implements Disposable {
     return device;
   }
 
-  [Symbol.dispose](): void {
-    for (const device of this.#devices.values()) device[Symbol.dispose]();
+  async [Symbol.asyncDispose](): Promise<void> {
+    for (const device of this.#devices.values()) await device[Symbol.asyncDispose]();
     this.#devices.clear();
   }
 }
 
 /** Body of a worker thread: serves requests of the main thread until it is told to exit. */
-export async function runWorker(openStack: OverlaybdRoom["openStack"]): Promise<void> {
+export async function runWorker(
+  openStack: OverlaybdRoom["openStack"],
+  options: WorkerOptions,
+): Promise<void> {
   assert(parentPort !== null, "the block daemon's worker runs in a worker thread");
   const port: MessagePort = parentPort;
   const log = createLogger("blockd-worker");
-  using owner = new DeviceOwner(openStack, log);
+  threadBlockCache.setLimit(options.blockCacheBytes);
+  await using engine = openIoEngine();
+  if (engine.reason !== undefined)
+    log.warn(`${engine.reason}: I/O goes through a thread pool, which is slower`);
+  await using owner = new DeviceOwner({
+    openStack,
+    pool: new BufferPool(),
+    engine,
+    nowhere: new Uint8Array(new ArrayBuffer(NOWHERE_BYTES)),
+    log,
+  });
   await new Promise<void>((resolve) => {
-    port.on("message", ({ id, request }: WorkerRequestMessage) => {
+    port.on("message", async ({ id, request }: WorkerRequestMessage) => {
       let response: WorkerResponseMessage;
       try {
-        response = { id, ok: true, result: owner.handle(request) };
+        response = { id, ok: true, result: await owner.handle(request) };
       } catch (error) {
         response = { id, ok: false, error: toBlockdError(error) };
       }

@@ -9,6 +9,11 @@ interface Waiting {
   readonly buffer: Uint8Array | undefined;
 }
 
+interface EventStream {
+  read(): Promise<{ readonly done: boolean }>;
+  cancel(): Promise<void>;
+}
+
 /**
  * Requests made in one turn of the event loop go to the kernel together, in the microtask after it. Results
  * that are not there at once come with the ring's eventfd, which the event loop watches like a socket.
@@ -17,7 +22,7 @@ export class RingEngine implements IoEngine {
   readonly kind = "io_uring";
   readonly reason = undefined;
   readonly #ring: Ring;
-  readonly #events: ReadableStreamDefaultReader<Uint8Array>;
+  readonly #events: EventStream;
   /** What each tag in flight does with its result, and the memory the kernel may still touch. */
   readonly #settle: (((result: number) => void) | undefined)[];
   readonly #buffers: (Uint8Array | undefined)[];

@@ -25,12 +25,15 @@ export const Option = {
   info: 6,
   go: 7,
   structuredReply: 8,
+  listMetaContext: 9,
+  setMetaContext: 10,
 } as const;
 
 export const OptionReply = {
   ack: 1,
   server: 2,
   info: 3,
+  metaContext: 4,
   errUnsupported: 0x80000001,
   errInvalid: 0x80000003,
   errUnknown: 0x80000006,
@@ -50,9 +53,17 @@ export const TransmissionFlag = {
   canMultiConn: 1 << 8,
 } as const;
 
-export const Command = { read: 0, write: 1, disconnect: 2, flush: 3, trim: 4, writeZeroes: 6 } as const;
+export const Command = {
+  read: 0,
+  write: 1,
+  disconnect: 2,
+  flush: 3,
+  trim: 4,
+  writeZeroes: 6,
+  blockStatus: 7,
+} as const;
 
-export const CommandFlag = { fua: 1 << 0, noHole: 1 << 1, df: 1 << 2 } as const;
+export const CommandFlag = { fua: 1 << 0, noHole: 1 << 1, df: 1 << 2, reqOne: 1 << 3 } as const;
 
 /** Error numbers of the protocol (they do not depend on the host's errno.h). */
 export const NbdErrno = {
@@ -67,7 +78,11 @@ export const NbdErrno = {
 } as const;
 export type NbdErrno = (typeof NbdErrno)[keyof typeof NbdErrno];
 
-const ReplyChunk = { offsetData: 1, error: 0x8001 } as const;
+const ReplyChunk = { offsetData: 1, blockStatus: 5, error: 0x8001 } as const;
+/** The one metadata context there is: which parts of the device hold data. */
+export const ALLOCATION_CONTEXT = "base:allocation";
+const ALLOCATION_CONTEXT_ID = 1;
+const STATE_HOLE_AND_ZERO = 3;
 const REPLY_FLAG_DONE = 1;
 
 /** Largest payload of one read or write, told to the client as its maximum block size. */
@@ -185,6 +200,35 @@ export function decodeInfoRequest(data: Uint8Array): { name: string; wants: numb
   return { name: new TextDecoder().decode(data.subarray(4, 4 + nameBytes)), wants };
 }
 
+/** Data of LIST_META_CONTEXT and SET_META_CONTEXT; undefined if malformed. */
+export function decodeMetaContexts(data: Uint8Array): { name: string; queries: string[] } | undefined {
+  if (data.length < 8) return undefined;
+  const nameBytes = readU32(data, 0);
+  if (nameBytes > MAX_NAME_BYTES || data.length < 8 + nameBytes) return undefined;
+  const name = new TextDecoder().decode(data.subarray(4, 4 + nameBytes));
+  const count = readU32(data, 4 + nameBytes);
+  const queries: string[] = [];
+  let at = 8 + nameBytes;
+  for (let i = 0; i < count; i++) {
+    if (at + 4 > data.length) return undefined;
+    const length = readU32(data, at);
+    at += 4;
+    if (length > MAX_NAME_BYTES || at + length > data.length) return undefined;
+    queries.push(new TextDecoder().decode(data.subarray(at, at + length)));
+    at += length;
+  }
+  return at === data.length ? { name, queries } : undefined;
+}
+
+/** One answer to either option: the context is there, under this number. */
+export function encodeMetaContext(option: number): Uint8Array {
+  const text = new TextEncoder().encode(ALLOCATION_CONTEXT);
+  const data = new Uint8Array(4 + text.length);
+  writeU32(data, 0, option === Option.setMetaContext ? ALLOCATION_CONTEXT_ID : 0);
+  data.set(text, 4);
+  return encodeOptionReply(option, OptionReply.metaContext, data);
+}
+
 export interface ExportDescription {
   readonly name: string;
   readonly sizeBytes: number;
@@ -260,7 +304,7 @@ export function decodeRequest(bytes: Uint8Array, at: number, into: NbdRequest): 
   into.lengthBytes = readU32(bytes, at + 24);
 }
 
-type Cookie = Pick<NbdRequest, "cookieHi" | "cookieLo">;
+export type Cookie = Pick<NbdRequest, "cookieHi" | "cookieLo">;
 
 /** Writes a simple reply's header at `at`; returns its size. */
 export function encodeSimpleReply(out: Uint8Array, at: number, cookie: Cookie, error: NbdErrno): number {
@@ -299,6 +343,29 @@ export function encodeDataChunkHeader(
   encodeChunkHeader(out, at, cookie, ReplyChunk.offsetData, done, 8 + dataBytes);
   writeU64(out, at + 20, offsetBytes);
   return DATA_CHUNK_HEADER_BYTES;
+}
+
+/** Pieces of one answer to BLOCK_STATUS. */
+export const MAX_STATUS_EXTENTS = 1024;
+
+export function statusChunkBytes(extents: number): number {
+  return 24 + 8 * extents;
+}
+
+/** The whole answer to BLOCK_STATUS; returns its size, see {@link statusChunkBytes}. */
+export function encodeStatusChunk(
+  out: Uint8Array,
+  at: number,
+  cookie: Cookie,
+  extents: readonly { readonly lengthBytes: number; readonly kind: "data" | "hole" }[],
+): number {
+  encodeChunkHeader(out, at, cookie, ReplyChunk.blockStatus, true, 4 + 8 * extents.length);
+  writeU32(out, at + 20, ALLOCATION_CONTEXT_ID);
+  for (const [i, { lengthBytes, kind }] of extents.entries()) {
+    writeU32(out, at + 24 + 8 * i, lengthBytes);
+    writeU32(out, at + 28 + 8 * i, kind === "hole" ? STATE_HOLE_AND_ZERO : 0);
+  }
+  return statusChunkBytes(extents.length);
 }
 
 export const ERROR_CHUNK_BYTES = 26;

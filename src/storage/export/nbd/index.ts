@@ -2,4 +2,4 @@ export { NbdErrno } from "./codec.ts";
 export { nbdErrnoOf } from "./errors.ts";
 export { BufferPool } from "./pool.ts";
 export { type NbdExport, type NbdExportOptions, serveNbd } from "./server.ts";
-export type { NbdEvent, NbdTarget } from "./types.ts";
+export type { NbdEvent, NbdExtent, NbdTarget } from "./types.ts";

@@ -13,11 +13,18 @@ const zeros: NbdTarget = {
   exportName: "zeros",
   sizeBytes: 1 << 20,
   readOnly: true,
-  read: (_, into) => void into.fill(0),
+  tryRead(_, into) {
+    into.fill(0);
+    return true;
+  },
+  async read(_, into) {
+    into.fill(0);
+  },
   write: () => undefined,
   trim: () => undefined,
   writeZeroes: () => undefined,
-  flush: () => undefined,
+  flush: async () => undefined,
+  extents: (_, lengthBytes) => [{ lengthBytes, kind: "hole" }],
 };
 
 test("a client that does not finish its handshake is cut off, one that has is not", async () => {

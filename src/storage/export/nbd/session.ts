@@ -1,10 +1,13 @@
 import {
+  ALLOCATION_CONTEXT,
   CLIENT_FLAGS_BYTES,
   Command,
   CommandFlag,
+  type Cookie,
   DATA_CHUNK_HEADER_BYTES,
   decodeClientFlags,
   decodeInfoRequest,
+  decodeMetaContexts,
   decodeOptionHeader,
   decodeRequest,
   type ExportDescription,
@@ -14,10 +17,13 @@ import {
   encodeGreeting,
   encodeInfoReplies,
   encodeListEntry,
+  encodeMetaContext,
   encodeOptionError,
   encodeOptionReply,
   encodeSimpleReply,
+  encodeStatusChunk,
   MAX_PAYLOAD_BYTES,
+  MAX_STATUS_EXTENTS,
   NbdErrno,
   NbdProtocolError,
   type NbdRequest,
@@ -28,6 +34,7 @@ import {
   OptionReply,
   REQUEST_BYTES,
   SIMPLE_REPLY_BYTES,
+  statusChunkBytes,
   TransmissionFlag,
 } from "./codec.ts";
 import { nbdErrnoOf } from "./errors.ts";
@@ -41,7 +48,7 @@ export interface SessionTransport {
   pause(): void;
   resume(): void;
   close(): void;
-  /** Runs `step` in a later turn of the event loop. */
+  /** Runs `step` in a later turn, after the other connections that wait for theirs. */
   defer(step: () => void): void;
 }
 
@@ -56,8 +63,18 @@ export interface SessionOptions {
 const OUTPUT_BYTES = 128 << 10;
 /** Structured replies to large reads go out in pieces, so that a slow reader holds one piece and not 32 MiB. */
 const READ_PIECE_BYTES = 1 << 20;
-/** Then other connections of the worker get their turn. */
-const OPERATIONS_PER_TURN = 128;
+/**
+ * What a connection may do before others get their turn, in bytes moved; every request counts as a block more.
+ * Who overdraws (one request may be 32 MiB) sits out turns until the debt is paid.
+ */
+const TURN_CREDIT_BYTES = 1 << 20;
+const REQUEST_COST_BYTES = 4096;
+/** Requests that wait for a disk; further ones are not looked at. */
+const MAX_PENDING = 64;
+/** The same by memory that they hold. */
+const MAX_PENDING_BYTES = 32 << 20;
+/** A late answer up to this size is copied to the others, a larger one is sent from its own buffer. */
+const COPY_BYTES = 64 << 10;
 /** Input that arrived while the session was paused. The socket's own receive buffer is the limit in practice. */
 const MAX_BACKLOG_BYTES = 4 << 20;
 /** Largest reply that is not a read's data: always kept free before a request is looked at. */
@@ -66,11 +83,22 @@ const EMPTY = new Uint8Array(0);
 
 type Phase = "flags" | "option" | "optionData" | "request" | "payload" | "skip" | "closed";
 
+/** An answer that came later than its request's turn: data with its header in `buffer`, or a number. */
+interface Late {
+  readonly buffer: Uint8Array | undefined;
+  readonly length: number;
+  readonly request: NbdRequest;
+  readonly error: NbdErrno;
+  /** It is in the output (or nobody is there to take it). */
+  readonly taken: () => void;
+}
+
 /**
  * One NBD connection as a state machine without I/O: bytes in at {@link onData} in chunks of any size,
- * bytes out through the transport. While the peer does not take replies no request is executed and no
- * input is read, so a session holds at most one reply, one request's payload and one chunk of input.
- * Requests are executed and answered in the order they came.
+ * bytes out through the transport. What needs no waiting is executed and answered in the order it came;
+ * requests that have to wait for a disk are answered when they are done, while others go on. While the peer
+ * does not take replies nothing new is executed and no input is read, so that a session holds a bounded
+ * amount of replies, payload and input.
  */
 export class NbdSession {
   readonly #target: NbdTarget;
@@ -93,6 +121,17 @@ export class NbdSession {
   #skipError: NbdErrno = NbdErrno.none;
   /** Bytes of the current read that were put into the output; undefined when no read is under way. */
   #readDone: number | undefined;
+  /** The client chose the metadata context. */
+  #allocationContext = false;
+
+  /** Requests that wait for a disk, and the buffers they hold. */
+  #pending = 0;
+  #pendingBytes = 0;
+  #late: Late[] = [];
+  #pumping = false;
+  /** The client said goodbye: what is pending is still answered. */
+  #leaving = false;
+  #credit = TURN_CREDIT_BYTES;
 
   #output: Uint8Array | undefined;
   #outputStart = 0;
@@ -139,8 +178,7 @@ export class NbdSession {
   /** The transport takes bytes again. */
   onDrain(): void {
     if (this.#phase === "closed" || !this.#blocked) return;
-    this.#send();
-    if (!this.#blocked) this.#advance(this.#backlog, true);
+    this.#pump();
   }
 
   /** The connection is gone: buffers go back to the pool. */
@@ -151,6 +189,7 @@ export class NbdSession {
     if (this.#payload !== undefined) this.#pool.give(this.#payload);
     this.#output = undefined;
     this.#payload = undefined;
+    for (const late of this.#late.splice(0)) this.#drop(late);
   }
 
   #advance(input: Uint8Array, owned: boolean): void {
@@ -159,6 +198,7 @@ export class NbdSession {
       used = this.#consume(input);
       if (this.#isClosed()) return;
       this.#send();
+      if (this.#isClosed() || this.#leave()) return;
     } catch (error) {
       this.#fail(error);
       return;
@@ -177,13 +217,26 @@ export class NbdSession {
       this.#paused = true;
       this.#transport.pause();
     }
-    if (!this.#blocked && !this.#deferred) {
+    // Who waits for the peer or for a disk is woken by what it waits for.
+    if (!this.#blocked && !this.#full() && !this.#deferred) {
       this.#deferred = true;
       this.#transport.defer(() => {
         this.#deferred = false;
         if (!this.#isClosed() && !this.#blocked) this.#advance(this.#backlog, true);
       });
     }
+  }
+
+  /** So much waits for disks that nothing new is begun. */
+  #full(): boolean {
+    return this.#pending >= MAX_PENDING || this.#pendingBytes >= MAX_PENDING_BYTES;
+  }
+
+  /** Ends a connection whose client said goodbye, once everything before was answered. */
+  #leave(): boolean {
+    if (!this.#leaving || this.#pending > 0 || this.#late.length > 0 || this.#blocked) return false;
+    this.#close();
+    return true;
   }
 
   #isClosed(): boolean {
@@ -193,9 +246,10 @@ export class NbdSession {
   /** Works through `input` until it is used up, the output is full or the turn is over; returns bytes used. */
   #consume(input: Uint8Array): number {
     let at = 0;
-    for (let operations = 0; operations < OPERATIONS_PER_TURN; operations++) {
-      if (this.#isClosed()) return input.length;
-      if (!this.#room(SMALL_REPLY_BYTES)) return at;
+    this.#credit = Math.min(TURN_CREDIT_BYTES, this.#credit + TURN_CREDIT_BYTES);
+    while (this.#credit > 0) {
+      if (this.#isClosed() || this.#leaving) return input.length;
+      if (this.#full() || !this.#room(SMALL_REPLY_BYTES)) return at;
       if (this.#readDone !== undefined) {
         if (!this.#continueRead()) return at;
         continue;
@@ -231,6 +285,7 @@ export class NbdSession {
           at = header.next;
           if (header.bytes === undefined) return at;
           decodeRequest(header.bytes, header.at, this.#request);
+          this.#credit -= REQUEST_COST_BYTES;
           this.#begin();
           break;
         }
@@ -240,6 +295,7 @@ export class NbdSession {
           break;
         case "skip": {
           const skipped = Math.min(this.#skipBytes, input.length - at);
+          this.#credit -= skipped;
           this.#skipBytes -= skipped;
           at += skipped;
           if (this.#skipBytes > 0) return at;
@@ -278,7 +334,7 @@ export class NbdSession {
       TransmissionFlag.hasFlags |
       TransmissionFlag.sendFlush |
       TransmissionFlag.sendFua |
-      // One thread executes everything: what one connection wrote and flushed, all see and have.
+      // One thread executes everything: what one connection wrote, all see, and a flush is everybody's.
       TransmissionFlag.canMultiConn;
     flags |= this.#target.readOnly
       ? TransmissionFlag.readOnly
@@ -324,6 +380,10 @@ export class NbdSession {
         this.#structured = true;
         this.#append(encodeOptionReply(option, OptionReply.ack));
         return;
+      case Option.listMetaContext:
+      case Option.setMetaContext:
+        this.#metaContexts(option, data);
+        return;
       case Option.info:
       case Option.go: {
         const request = decodeInfoRequest(data);
@@ -344,6 +404,28 @@ export class NbdSession {
       default:
         this.#append(encodeOptionError(option, OptionReply.errUnsupported, "not supported"));
     }
+  }
+
+  #metaContexts(option: number, data: Uint8Array): void {
+    const request = decodeMetaContexts(data);
+    if (request === undefined || !this.#structured) {
+      const why = request === undefined ? "malformed data" : "negotiate structured replies first";
+      this.#append(encodeOptionError(option, OptionReply.errInvalid, why));
+      return;
+    }
+    if (!this.#isExport(request.name)) {
+      this.#append(encodeOptionError(option, OptionReply.errUnknown, "no such export here"));
+      return;
+    }
+    const set = option === Option.setMetaContext;
+    // A listing may ask for everything, or for a whole namespace.
+    const wanted = set
+      ? request.queries.includes(ALLOCATION_CONTEXT)
+      : request.queries.length === 0 ||
+        request.queries.some((q) => q === "base:" || q === ALLOCATION_CONTEXT);
+    if (set) this.#allocationContext = wanted;
+    if (wanted) this.#append(encodeMetaContext(option));
+    this.#append(encodeOptionReply(option, OptionReply.ack));
   }
 
   // ---- requests ---------------------------------------------------------------------------------
@@ -377,22 +459,20 @@ export class NbdSession {
         this.#readDone = 0;
         return;
       case Command.disconnect:
-        this.#send();
-        this.#close();
+        this.#leaving = true;
         return;
       case Command.flush:
-        this.#reply(this.#attempt("flush", () => this.#target.flush()));
+        this.#flushLate();
+        return;
+      case Command.blockStatus:
+        this.#blockStatus();
         return;
       case Command.trim:
-        this.#reply(this.#mutate("trim", () => this.#target.trim(request.offsetBytes, request.lengthBytes)));
+        this.#change("trim", (own) => this.#target.trim(own.offsetBytes, own.lengthBytes));
         return;
       case Command.writeZeroes:
         // NO_HOLE needs nothing: space of an append-only layer is never promised in place.
-        this.#reply(
-          this.#mutate("write zeroes", () =>
-            this.#target.writeZeroes(request.offsetBytes, request.lengthBytes),
-          ),
-        );
+        this.#change("write zeroes", (own) => this.#target.writeZeroes(own.offsetBytes, own.lengthBytes));
         return;
     }
   }
@@ -407,6 +487,10 @@ export class NbdSession {
         break;
       case Command.writeZeroes:
         allowed |= CommandFlag.noHole;
+        break;
+      case Command.blockStatus:
+        if (!this.#allocationContext || lengthBytes === 0) return NbdErrno.EINVAL;
+        allowed |= CommandFlag.reqOne;
         break;
       case Command.write:
       case Command.trim:
@@ -430,12 +514,14 @@ export class NbdSession {
     const size = this.#request.lengthBytes;
     const available = input.length - at;
     if (this.#payload === undefined && available >= size) {
+      this.#credit -= size;
       this.#write(input.subarray(at, at + size));
       return at + size;
     }
     if (available === 0) return at;
     this.#payload ??= this.#pool.take(size);
     const taken = Math.min(size - this.#payloadFill, available);
+    this.#credit -= taken;
     this.#payload.set(input.subarray(at, at + taken), this.#payloadFill);
     this.#payloadFill += taken;
     if (this.#payloadFill === size) {
@@ -449,58 +535,232 @@ export class NbdSession {
 
   #write(data: Uint8Array): void {
     this.#phase = "request";
-    this.#reply(this.#mutate("write", () => this.#target.write(this.#request.offsetBytes, data)));
+    this.#change("write", (own) => this.#target.write(own.offsetBytes, data));
+  }
+
+  /** Runs a change of the content and answers it: at once, or after a flush when it is to be durable (FUA). */
+  #change(operation: string, action: (own: NbdRequest) => void): void {
+    const error = this.#attempt(operation, this.#request, action);
+    if (error === NbdErrno.none && (this.#request.flags & CommandFlag.fua) !== 0) this.#flushLate();
+    else this.#reply(error);
+  }
+
+  /** The current request is answered when everything written so far is durable. */
+  #flushLate(): void {
+    const own = { ...this.#request };
+    this.#pending++;
+    void this.#flush(own).then((error) => {
+      this.#pending--;
+      this.#answerLate({ buffer: undefined, length: 0, request: own, error, taken: () => undefined });
+    });
+  }
+
+  async #flush(own: NbdRequest): Promise<NbdErrno> {
+    try {
+      await this.#target.flush();
+      return NbdErrno.none;
+    } catch (error) {
+      return this.#failed("flush", own, error);
+    }
   }
 
   /** Puts (a piece of) the current read into the output; false when that is full. */
   #continueRead(): boolean {
     const request = this.#request;
     const done = this.#readDone!;
-    const whole = !this.#structured || (request.flags & CommandFlag.df) !== 0;
     const rest = request.lengthBytes - done;
-    const size = whole ? rest : Math.min(rest, READ_PIECE_BYTES);
-    const headerBytes = this.#structured ? DATA_CHUNK_HEADER_BYTES : SIMPLE_REPLY_BYTES;
+    const size = this.#inOnePiece(request) ? rest : Math.min(rest, READ_PIECE_BYTES);
+    const headerBytes = this.#readHeaderBytes();
     if (!this.#room(headerBytes + size)) return false;
     const output = this.#output!;
     const at = this.#outputEnd;
     const offsetBytes = request.offsetBytes + done;
     const data = output.subarray(at + headerBytes, at + headerBytes + size);
-    const error = this.#attempt("read", () => this.#target.read(offsetBytes, data));
+    this.#credit -= size;
+    let there = false;
+    const error = this.#attempt("read", request, () => {
+      there = this.#target.tryRead(offsetBytes, data);
+    });
     if (error !== NbdErrno.none) {
       this.#readDone = undefined;
       this.#reply(error);
       return true;
     }
-    if (this.#structured) encodeDataChunkHeader(output, at, request, offsetBytes, size, size === rest);
-    else encodeSimpleReply(output, at, request, NbdErrno.none);
+    if (!there) {
+      this.#readDone = undefined;
+      void this.#readLate({ ...request }, done);
+      return true;
+    }
+    this.#encodeReadHeader(output, at, request, offsetBytes, size, size === rest);
     this.#outputEnd = at + headerBytes + size;
     this.#readDone = size === rest ? undefined : done + size;
     return true;
   }
 
-  #mutate(operation: string, action: () => void): NbdErrno {
-    const error = this.#attempt(operation, action);
-    if (error !== NbdErrno.none || (this.#request.flags & CommandFlag.fua) === 0) return error;
-    return this.#attempt("flush", () => this.#target.flush());
+  #inOnePiece(request: NbdRequest): boolean {
+    return !this.#structured || (request.flags & CommandFlag.df) !== 0;
   }
 
-  #attempt(operation: string, action: () => void): NbdErrno {
+  #readHeaderBytes(): number {
+    return this.#structured ? DATA_CHUNK_HEADER_BYTES : SIMPLE_REPLY_BYTES;
+  }
+
+  #encodeReadHeader(
+    out: Uint8Array,
+    at: number,
+    request: NbdRequest,
+    offsetBytes: number,
+    size: number,
+    last: boolean,
+  ): void {
+    if (this.#structured) encodeDataChunkHeader(out, at, request, offsetBytes, size, last);
+    else encodeSimpleReply(out, at, request, NbdErrno.none);
+  }
+
+  /** The rest of a read whose bytes are not in memory, piece after piece: the next when the last was taken. */
+  async #readLate(own: NbdRequest, from: number): Promise<void> {
+    const { lengthBytes } = own;
+    const headerBytes = this.#readHeaderBytes();
+    const pieceBytes = this.#inOnePiece(own) ? lengthBytes - from : Math.min(lengthBytes, READ_PIECE_BYTES);
+    this.#pending++;
+    this.#pendingBytes += pieceBytes;
+    for (let done = from; done < lengthBytes && !this.#isClosed(); ) {
+      const size = Math.min(pieceBytes, lengthBytes - done);
+      const last = done + size === lengthBytes;
+      const offsetBytes = own.offsetBytes + done;
+      const buffer = this.#pool.take(headerBytes + size);
+      let error: NbdErrno = NbdErrno.none;
+      try {
+        await this.#target.read(offsetBytes, buffer.subarray(headerBytes, headerBytes + size));
+        this.#encodeReadHeader(buffer, 0, own, offsetBytes, size, last);
+      } catch (cause) {
+        error = this.#failed("read", own, cause);
+      }
+      if (last || error !== NbdErrno.none) {
+        this.#pending--;
+        this.#pendingBytes -= pieceBytes;
+      }
+      const length = headerBytes + size;
+      await new Promise<void>((taken) => this.#answerLate({ buffer, length, request: own, error, taken }));
+      if (error !== NbdErrno.none) return;
+      done += size;
+    }
+  }
+
+  #blockStatus(): void {
+    const request = this.#request;
+    const limit = (request.flags & CommandFlag.reqOne) !== 0 ? 1 : MAX_STATUS_EXTENTS;
+    let extents: ReturnType<NbdTarget["extents"]> = [];
+    const error = this.#attempt("block status", request, () => {
+      extents = this.#target.extents(request.offsetBytes, request.lengthBytes, limit);
+    });
+    if (error !== NbdErrno.none) {
+      this.#reply(error);
+      return;
+    }
+    const buffer = this.#pool.take(statusChunkBytes(extents.length));
+    this.#answerLate({
+      buffer,
+      length: encodeStatusChunk(buffer, 0, request, extents),
+      request: { ...request },
+      error: NbdErrno.none,
+      taken: () => undefined,
+    });
+  }
+
+  #attempt(operation: string, request: NbdRequest, action: (own: NbdRequest) => void): NbdErrno {
     try {
-      action();
+      action(request);
       return NbdErrno.none;
     } catch (error) {
-      this.#onEvent({ kind: "io_error", operation, offsetBytes: this.#request.offsetBytes, error });
-      return nbdErrnoOf(error);
+      return this.#failed(operation, request, error);
     }
+  }
+
+  #failed(operation: string, request: NbdRequest, error: unknown): NbdErrno {
+    if (!this.#isClosed())
+      this.#onEvent({ kind: "io_error", operation, offsetBytes: request.offsetBytes, error });
+    return nbdErrnoOf(error);
   }
 
   /** The current request's answer without data. Room for it was made before the request was looked at. */
   #reply(error: NbdErrno): void {
+    this.#encodeReply(this.#request, this.#request.command, error);
+  }
+
+  #encodeReply(cookie: Cookie, command: number, error: NbdErrno): void {
     const output = this.#output!;
-    const asChunk = this.#structured && this.#request.command === Command.read;
+    const asChunk = this.#structured && (command === Command.read || command === Command.blockStatus);
     this.#outputEnd += asChunk
-      ? encodeErrorChunk(output, this.#outputEnd, this.#request, error)
-      : encodeSimpleReply(output, this.#outputEnd, this.#request, error);
+      ? encodeErrorChunk(output, this.#outputEnd, cookie, error)
+      : encodeSimpleReply(output, this.#outputEnd, cookie, error);
+  }
+
+  // ---- late answers -----------------------------------------------------------------------------
+
+  #answerLate(late: Late): void {
+    if (this.#isClosed()) {
+      this.#drop(late);
+      return;
+    }
+    this.#late.push(late);
+    if (this.#pumping) return;
+    // Together with the others that become ready in this turn.
+    this.#pumping = true;
+    queueMicrotask(() => {
+      this.#pumping = false;
+      if (!this.#isClosed() && !this.#blocked) this.#pump();
+    });
+  }
+
+  #drop(late: Late): void {
+    if (late.buffer !== undefined) this.#pool.give(late.buffer);
+    late.taken();
+  }
+
+  /** Sends what is ready, then goes on with what stood still for it. */
+  #pump(): void {
+    try {
+      this.#send();
+      while (this.#late.length > 0 && !this.#blocked && !this.#isClosed()) {
+        const late = this.#late.shift()!;
+        if (this.#putLate(late)) {
+          late.taken();
+          continue;
+        }
+        if (this.#isClosed()) this.#drop(late);
+        else this.#late.unshift(late);
+        break;
+      }
+      if (this.#isClosed()) return;
+      this.#send();
+    } catch (error) {
+      this.#fail(error);
+      return;
+    }
+    if (this.#isClosed() || this.#blocked || this.#leave()) return;
+    if (this.#paused && !this.#deferred) this.#advance(this.#backlog, true);
+  }
+
+  /** False: the peer has to take something first. */
+  #putLate({ buffer, length, request, error }: Late): boolean {
+    if (buffer === undefined || error !== NbdErrno.none) {
+      if (!this.#room(SMALL_REPLY_BYTES)) return false;
+      this.#encodeReply(request, request.command, error);
+    } else if (length <= COPY_BYTES) {
+      if (!this.#room(length)) return false;
+      this.#output!.set(buffer.subarray(0, length), this.#outputEnd);
+      this.#outputEnd += length;
+    } else {
+      this.#send();
+      if (this.#blocked || this.#isClosed()) return false;
+      this.#output = buffer;
+      this.#outputEnd = length;
+      this.#send();
+      return true;
+    }
+    if (buffer !== undefined) this.#pool.give(buffer);
+    return true;
   }
 
   // ---- output -----------------------------------------------------------------------------------

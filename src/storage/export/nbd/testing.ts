@@ -65,6 +65,8 @@ export interface Answer {
   /** Content by offset; a simple reply's data has the offset 0. */
   readonly chunks: { readonly offset: number; readonly data: Uint8Array }[];
   readonly structured: boolean;
+  /** Of an answer to BLOCK_STATUS. */
+  readonly extents?: readonly { readonly lengthBytes: number; readonly state: number }[];
 }
 
 /** Takes answers apart as they arrive. Simple replies to reads need the reads' lengths. */
@@ -128,7 +130,13 @@ export class AnswerReader {
       const cookie = readU32(bytes, 12);
       const chunks = this.#partial.get(cookie) ?? [];
       let error = 0;
-      if (type === 1) {
+      let extents: Answer["extents"];
+      if (type === 5) {
+        extents = Array.from({ length: (length - 4) / 8 }, (_, i) => ({
+          lengthBytes: readU32(bytes, 24 + 8 * i),
+          state: readU32(bytes, 28 + 8 * i),
+        }));
+      } else if (type === 1) {
         const offset = readU32(bytes, 20) * 2 ** 32 + readU32(bytes, 24);
         chunks.push({ offset, data: bytes.subarray(28) });
       } else if (type === 0x8001) {
@@ -141,7 +149,7 @@ export class AnswerReader {
         continue;
       }
       this.#partial.delete(cookie);
-      return { cookie, error, chunks, structured: true };
+      return { cookie, error, chunks, structured: true, ...(extents === undefined ? {} : { extents }) };
     }
   }
 }

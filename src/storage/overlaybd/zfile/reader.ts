@@ -21,7 +21,7 @@ import {
 const MAX_BLOCKS = 1_000_000_000;
 /** Blocks per absolute offset in memory: in between, 32-bit offsets relative to it. */
 const SPAN_BITS = 10;
-/** Compressed bytes read at once. */
+/** Compressed bytes read at once: more than the longest possible block takes. */
 const READ_BYTES = 256 * 1024;
 const TABLE_BATCH_BYTES = 1 << 20;
 
@@ -58,12 +58,18 @@ function readFields(source: ReadSource): { fields: ZFileBlock; tableLimit: numbe
   return { fields: trailer, tableLimit: at };
 }
 
+/** What decompression needs, shared by all sources of the thread: no call of theirs is ever left half done. */
+let shared: { readonly codec: Codec; readonly compressed: Uint8Array } | undefined;
+function workspace() {
+  shared ??= { codec: new Codec(), compressed: new Uint8Array(new ArrayBuffer(READ_BYTES)) };
+  return shared;
+}
+
 /** Random access to the bytes inside a ZFile. Owns `source`. */
 export class ZFileSource implements ReadSource {
   readonly name: string;
   readonly sizeBytes: number;
   readonly #source: ReadSource;
-  readonly #codec: Codec;
   readonly #algorithm: CodecAlgorithm;
   readonly #verify: boolean;
   readonly #blockSize: number;
@@ -71,7 +77,6 @@ export class ZFileSource implements ReadSource {
   /** Start of block i: spans[i >> SPAN_BITS] + relative[i]; entry `blocks` is the end of the last block. */
   readonly #spans: Float64Array;
   readonly #relative: Uint32Array;
-  readonly #compressed: Uint8Array;
   readonly #cache: CachedBlocks;
 
   /** `contentKey`: the same for sources with the same bytes, which then share decompressed blocks. */
@@ -115,14 +120,12 @@ export class ZFileSource implements ReadSource {
     }
     this.#spans = new Float64Array((this.#blocks >>> SPAN_BITS) + 1);
     this.#relative = new Uint32Array(this.#blocks + 1);
-    const longest = this.#readTable(fields);
-    this.#compressed = new Uint8Array(new ArrayBuffer(Math.max(READ_BYTES, longest)));
-    this.#codec = new Codec();
+    this.#readTable(fields);
     this.#cache = threadBlockCache.open(contentKey);
   }
 
-  /** Reads, checks and sums up the jump table; returns the longest entry. */
-  #readTable(fields: ZFileBlock): number {
+  /** Reads, checks and sums up the jump table. */
+  #readTable(fields: ZFileBlock): void {
     const { name } = this.#source;
     const minimum = this.#verify ? ZFILE_CHECKSUM_BYTES : 0;
     const longestPossible = 2 * this.#blockSize + 1024;
@@ -131,7 +134,6 @@ export class ZFileSource implements ReadSource {
     const entries = new Uint32Array(bytes.buffer);
     let position = ZFILE_BLOCK_BYTES + fields.dictSizeBytes;
     let groupSum = 0;
-    let longest = 0;
     let crc = 0;
     for (let block = 0; block < this.#blocks; ) {
       const batch = Math.min(this.#blocks - block, entries.length);
@@ -168,7 +170,6 @@ export class ZFileSource implements ReadSource {
             `ZFile block ${block} ends at ${position}, behind the start of the jump table`,
           );
         }
-        if (stored > longest) longest = stored;
       }
     }
     if (this.#blocks % (1 << SPAN_BITS) === 0) this.#spans[this.#blocks >>> SPAN_BITS] = position;
@@ -176,7 +177,6 @@ export class ZFileSource implements ReadSource {
     if ((fields.flags & ZFLAG_DIGEST) !== 0 && crc !== fields.indexCrc) {
       throw invalidLayer(name, fields.indexOffsetBytes, "ZFile jump table checksum does not match");
     }
-    return longest;
   }
 
   #start(block: number): number {
@@ -186,10 +186,11 @@ export class ZFileSource implements ReadSource {
   #decode(block: number, compressedOffset: number, target: Uint8Array, targetOffset: number): void {
     const start = this.#start(block);
     const length = Math.min(this.#blockSize, this.sizeBytes - block * this.#blockSize);
-    const reason = this.#codec.decode(
+    const { codec, compressed } = workspace();
+    const reason = codec.decode(
       this.#algorithm,
       this.#verify,
-      this.#compressed,
+      compressed,
       compressedOffset,
       this.#start(block + 1) - start,
       target,
@@ -230,6 +231,7 @@ export class ZFileSource implements ReadSource {
     const end = offsetBytes + lengthBytes;
     let block = Math.floor(offsetBytes / size);
     const stop = Math.ceil(end / size);
+    const { compressed } = workspace();
     while (block < stop) {
       const cached = this.#cache.get(block);
       if (cached !== undefined) {
@@ -240,16 +242,12 @@ export class ZFileSource implements ReadSource {
       // As many blocks as one read of compressed bytes can hold.
       const from = this.#start(block);
       let last = block + 1;
-      while (
-        last < stop &&
-        this.#start(last + 1) - from <= this.#compressed.byteLength &&
-        !this.#cache.has(last)
-      ) {
+      while (last < stop && this.#start(last + 1) - from <= compressed.byteLength && !this.#cache.has(last)) {
         last++;
       }
       const stored = this.#start(last) - from;
-      if (!inMemory) this.#source.read(from, this.#compressed, 0, stored);
-      else if (!this.#source.tryRead(from, this.#compressed, 0, stored)) return false;
+      if (!inMemory) this.#source.read(from, compressed, 0, stored);
+      else if (!this.#source.tryRead(from, compressed, 0, stored)) return false;
       for (; block < last; block++) {
         const decoded = this.#cache.room(Math.min(size, this.sizeBytes - block * size));
         this.#decode(block, this.#start(block) - from, decoded, 0);
@@ -291,7 +289,6 @@ export class ZFileSource implements ReadSource {
 
   [Symbol.dispose](): void {
     this.#cache[Symbol.dispose]();
-    this.#codec[Symbol.dispose]();
     this.#source[Symbol.dispose]();
   }
 }

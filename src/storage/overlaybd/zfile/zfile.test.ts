@@ -31,6 +31,11 @@ function memorySource(bytes: Uint8Array): ReadSource {
       if (offset + length > bytes.byteLength) throw invalidLayer("memory", offset, "cut");
       target.set(bytes.subarray(offset, offset + length), targetOffset);
     },
+    tryRead(offset, target, targetOffset, length) {
+      this.read(offset, target, targetOffset, length);
+      return true;
+    },
+    locate: () => undefined,
     [Symbol.dispose]: () => undefined,
   };
 }
