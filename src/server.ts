@@ -1,7 +1,7 @@
 import { readFileSync } from "node:fs";
 import { mkdir } from "node:fs/promises";
 import { totalmem } from "node:os";
-import { join } from "node:path";
+import { basename, join } from "node:path";
 import { parseArgs } from "node:util";
 import { createControlApi } from "./api/index.ts";
 import {
@@ -158,6 +158,14 @@ async function startNode(config: NodeConfig, log: Logger) {
         allowLocalPaths: config.image.resolver.allowLocalPaths,
         virtualSizeBytes: config.image.cache.virtualSizeGib * GIB,
         convertStandardOci: config.image.resolver.convertStandardOci,
+        gc: {
+          ...(config.image.cache.capacityGb === undefined
+            ? {}
+            : { capacityBytes: config.image.cache.capacityGb * GIB }),
+          highWatermark: config.image.cache.gc.highWatermarkRatio,
+          lowWatermark: config.image.cache.gc.lowWatermarkRatio,
+          minAgeMs: config.image.cache.gc.minAgeSecs * 1000,
+        },
       },
       {
         blockClient: blockd.client,
@@ -225,6 +233,8 @@ async function startNode(config: NodeConfig, log: Logger) {
       },
       maxConcurrentBuilds: config.templateBuild.maxConcurrentBuilds,
       workDir: join(config.backend.posixFs.snapshotStore, "builds"),
+      // Named after what is in it: the guest agent and the kernel's modules.
+      cacheEpoch: basename(runtime.initrdPath),
       onDeleted: () => {
         orchestrator
           .collectGarbage()
@@ -239,6 +249,14 @@ async function startNode(config: NodeConfig, log: Logger) {
   await network.start(await sandboxes.survivors());
   await orchestrator.start();
   await templates.start();
+  if (config.image.cache.gc.enabled) {
+    const collect = async () => images.collect(await templates.pinnedFiles());
+    const timer = setInterval(
+      () => collect().catch((error: unknown) => log.error({ err: error }, "collecting images failed")),
+      config.image.cache.gc.intervalSecs * 1000,
+    );
+    stack.defer(() => clearInterval(timer));
+  }
 
   const api = createControlApi({
     orchestrator,

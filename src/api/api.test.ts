@@ -143,6 +143,9 @@ function fakeTemplates() {
       alias: request.name,
       tags: request.tags.length > 0 ? [...request.tags] : ["default"],
     }),
+    cancel: async () => undefined,
+    hasFiles: async () => false,
+    putFiles: async () => undefined,
     async startBuild(templateId, buildId, request) {
       started.push({ templateId, buildId, request });
     },

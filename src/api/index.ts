@@ -4,6 +4,7 @@ import { newId } from "../lib/ids.ts";
 import { type Logger, withLogContext } from "../lib/log.ts";
 import type { Observer } from "../observability/types.ts";
 import { isAuthorized, unauthorized } from "./auth.ts";
+import { buildRoutes } from "./builds.ts";
 import { errorResponse } from "./errors.ts";
 import { nodeRoutes, teamRoutes } from "./nodes.ts";
 import { openApiDocument, openApiPage } from "./openapi.ts";
@@ -31,6 +32,8 @@ export interface ControlApi {
   handle(request: Request): Promise<Response>;
   /** True when a route of the control plane has this path, whatever the method. */
   hasPath(pathname: string): boolean;
+  /** True when the route of this method and path reads its body as a stream. */
+  streamsBody(method: string, pathname: string): boolean;
   readonly routes: readonly Route[];
 }
 
@@ -124,6 +127,7 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
     ...telemetryRoutes({ observer, orchestrator }),
     ...sandboxRoutes(sandboxOptions),
     ...snapshotRoutes(sandboxOptions),
+    ...buildRoutes(templates),
     ...templateRoutes(templates, observer),
   ];
   const document = openApiDocument(routes, options.version);
@@ -131,6 +135,7 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
 
   const shapes = routes.map((entry) => ({
     method: entry.method,
+    streamsBody: entry.streamsBody === true,
     shape: new RegExp(`^${entry.path.replace(/:[A-Za-z]+/g, "[^/]+")}/?$`),
   }));
   /** Methods of a path; empty when it is not one of ours. */
@@ -213,6 +218,8 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
 
   return {
     routes,
+    streamsBody: (method, pathname) =>
+      shapes.some((entry) => entry.streamsBody && entry.method === method && entry.shape.test(pathname)),
     hasPath: (pathname) => shapes.some(({ shape }) => shape.test(pathname)),
     async handle(request) {
       const requestId = newId();

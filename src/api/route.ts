@@ -27,6 +27,8 @@ export interface Route {
   readonly tag: "sandboxes" | "templates" | "node";
   /** false: open to everybody. */
   readonly authenticated: boolean;
+  /** The handler reads the body itself as it arrives; else bodies are small documents that are collected. */
+  readonly streamsBody?: boolean;
   readonly query?: z.ZodObject;
   readonly body?: z.ZodType;
   readonly success: readonly {

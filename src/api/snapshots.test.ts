@@ -59,6 +59,9 @@ beforeAll(async () => {
     templates: {
       create: notHere,
       startBuild: notHere,
+      cancel: notHere,
+      hasFiles: notHere,
+      putFiles: notHere,
       build: notHere,
       list: async () => [],
       resolve: (name) => repository.resolve(name),

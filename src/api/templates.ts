@@ -164,9 +164,11 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
           ...(registry === undefined
             ? {}
             : { credentials: { username: registry.username!, password: registry.password! } }),
-          steps: (body.steps ?? []).map(({ type, args, filesHash }) => ({
+          ...(body.force === undefined ? {} : { force: body.force }),
+          steps: (body.steps ?? []).map(({ type, args, filesHash, force }) => ({
             type,
             args,
+            ...(force === undefined ? {} : { force }),
             ...(filesHash === undefined ? {} : { filesHash }),
           })),
           ...(body.startCmd === undefined ? {} : { startCmd: body.startCmd }),

@@ -26,6 +26,9 @@ export type ApiTemplates = Pick<
   TemplateService,
   | "create"
   | "startBuild"
+  | "cancel"
+  | "hasFiles"
+  | "putFiles"
   | "build"
   | "list"
   | "resolve"

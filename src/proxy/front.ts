@@ -53,6 +53,8 @@ export interface FrontOptions {
   readonly control: {
     handle(request: Request): Promise<Response>;
     hasPath(path: string): boolean;
+    /** True when the answer to a request reads the body as it arrives. Absent: all bodies are collected. */
+    streamsBody?(method: string, path: string): boolean;
   };
   readonly orchestrator: Pick<
     Orchestrator,
@@ -115,6 +117,8 @@ export interface Front {
 const EMPTY = Buffer.alloc(0);
 /** Unread input kept while a request is being answered (pipelining); then the socket is paused. */
 const MAX_PIPELINED_BYTES = 64 * 1024;
+/** Of a streamed request body that its reader has not taken yet; then the socket is paused. */
+const UPLOAD_BUFFER_BYTES = 1024 * 1024;
 
 interface Shared {
   readonly options: FrontOptions;
@@ -124,6 +128,14 @@ interface Shared {
   /** Exchanges under way by sandbox. */
   readonly perSandbox: Map<string, number>;
   stopping: boolean;
+}
+
+/** A request body on its way to a handler that reads it as it arrives. */
+interface Upload {
+  readonly scanner: BodyScanner;
+  readonly sink: ReadableStreamDefaultController<Uint8Array>;
+  /** The handler does not want the rest. */
+  unwanted: boolean;
 }
 
 interface ClientData {
@@ -140,11 +152,14 @@ class Connection {
   readonly #socket: Socket<ClientData>;
   readonly outlet: Outlet<ClientData>;
   #input: Buffer = EMPTY;
-  #state: "head" | "control-body" | "busy" | "exchange" | "closing" | "closed" = "head";
+  #state: "head" | "control-body" | "control-stream" | "busy" | "exchange" | "closing" | "closed" = "head";
   #paused = false;
   #processing = false;
   #exchange: Exchange | undefined;
   #control: { head: RequestHead; scanner: BodyScanner; parts: Buffer[]; bytes: number } | undefined;
+  #upload: Upload | undefined;
+  /** The request at hand was answered with an error by the connection itself. */
+  #refused = false;
   #deadline: number;
   #onDeadline: () => void;
 
@@ -192,7 +207,8 @@ class Connection {
       return;
     }
     this.#input = this.#input.length === 0 ? Buffer.from(chunk) : Buffer.concat([this.#input, chunk]);
-    if (this.#state === "head" || this.#state === "control-body") this.#process();
+    if (this.#state === "head" || this.#state === "control-body" || this.#state === "control-stream")
+      this.#process();
     else if (this.#input.length > MAX_PIPELINED_BYTES) this.pause();
   }
 
@@ -213,6 +229,12 @@ class Connection {
     this.outlet.close();
     this.#shared.connections.delete(this);
     this.#exchange?.onClientGone();
+    this.#endUpload(new Error("the client ended the connection within the request body"));
+  }
+
+  #endUpload(reason: Error): void {
+    if (this.#upload?.unwanted === false) this.#upload.sink.error(reason);
+    this.#upload = undefined;
   }
 
   /** Cuts the connection so that the client cannot take it for a regular end. */
@@ -277,12 +299,16 @@ class Connection {
           if (!this.#readHead()) return;
         } else if (before === "control-body") {
           if (!this.#readControlBody()) return;
+        } else if (before === "control-stream") {
+          if (!this.#readUpload()) return;
         } else return;
       }
     } catch (error) {
       const status = error instanceof HttpParseError ? error.status : 500;
       const message = error instanceof HttpParseError ? error.message : "internal error";
       if (!(error instanceof HttpParseError)) this.#shared.options.log.error({ err: error }, "front failed");
+      this.#refused = true;
+      this.#endUpload(new Error(message));
       this.finish(formatPlainError(status, message, { close: true, head: false }));
     } finally {
       this.#processing = false;
@@ -374,6 +400,13 @@ class Connection {
   #startControl(head: RequestHead): void {
     const framing = requestFraming(head);
     const { maxControlBodyBytes } = this.#shared.limits;
+    if (
+      framing.kind !== "none" &&
+      this.#shared.options.control.streamsBody?.(head.method, pathOf(head.target))
+    ) {
+      this.#startUpload(head, framing);
+      return;
+    }
     if (framing.kind === "length" && framing.bytes > maxControlBodyBytes) {
       throw new HttpParseError(413, `the request body is larger than ${maxControlBodyBytes} bytes`);
     }
@@ -383,6 +416,55 @@ class Connection {
     this.#control = { head, scanner: new BodyScanner(framing, 400), parts: [], bytes: 0 };
     this.#state = "control-body";
     this.setDeadline(this.#shared.limits.bodyIdleMs);
+  }
+
+  /** The answer begins at once and reads the body as it arrives; a slow reader stops the client. */
+  #startUpload(head: RequestHead, framing: ReturnType<typeof requestFraming>): void {
+    if (headerTokens(head.headers, "expect").includes("100-continue")) {
+      this.outlet.write(Buffer.from("HTTP/1.1 100 Continue\r\n\r\n"));
+    }
+    let sink: ReadableStreamDefaultController<Uint8Array> | undefined;
+    const body = new ReadableStream<Uint8Array>(
+      {
+        start: (controller) => {
+          sink = controller;
+        },
+        pull: () => {
+          if (this.#state !== "control-stream") return;
+          this.setDeadline(this.#shared.limits.bodyIdleMs);
+          this.resume();
+        },
+        cancel: () => {
+          if (this.#upload !== undefined) this.#upload.unwanted = true;
+        },
+      },
+      { highWaterMark: UPLOAD_BUFFER_BYTES, size: (chunk) => chunk?.length ?? 0 },
+    );
+    this.#upload = { scanner: new BodyScanner(framing, 400), sink: sink!, unwanted: false };
+    this.#state = "control-stream";
+    this.setDeadline(this.#shared.limits.bodyIdleMs);
+    void this.#answerControl(head, body);
+  }
+
+  #readUpload(): boolean {
+    const upload = this.#upload!;
+    const { scanner, sink } = upload;
+    const input = this.#input;
+    const end = scanner.scan(input, 0, (from, to) => {
+      if (!upload.unwanted) sink.enqueue(new Uint8Array(input.subarray(from, to)));
+    });
+    this.#input = input.subarray(end);
+    if (!scanner.done) {
+      const full = !upload.unwanted && (sink.desiredSize ?? 0) <= 0;
+      if (full) this.pause();
+      this.setDeadline(full ? undefined : this.#shared.limits.bodyIdleMs);
+      return false;
+    }
+    if (!upload.unwanted) sink.close();
+    this.#upload = undefined;
+    this.setDeadline(undefined);
+    this.#state = "busy";
+    return true;
   }
 
   #readControlBody(): boolean {
@@ -407,7 +489,7 @@ class Connection {
     return true;
   }
 
-  async #answerControl(head: RequestHead, body: Buffer): Promise<void> {
+  async #answerControl(head: RequestHead, body: Buffer | ReadableStream<Uint8Array>): Promise<void> {
     const isHead = head.method === "HEAD";
     let bytes: Buffer;
     let close = this.#shared.stopping || !wantsKeepAlive(head);
@@ -415,7 +497,8 @@ class Connection {
       const request = toRequest(head, body);
       const response = await this.#shared.options.control.handle(request);
       const payload = new Uint8Array(await response.arrayBuffer());
-      close = close || this.#state === "closing" || this.#shared.stopping;
+      // An answer before the end of the body: what is left of it is not a next request.
+      close = close || this.#state === "closing" || this.#upload !== undefined || this.#shared.stopping;
       const headers = [...response.headers].filter(
         ([name]) => name !== "content-length" && name !== "connection",
       );
@@ -430,7 +513,8 @@ class Connection {
       });
     }
     // The client may have gone meanwhile; what it asked for is done all the same.
-    if (this.#isClosed()) return;
+    this.#upload = undefined;
+    if (this.#isClosed() || this.#refused) return;
     if (close) {
       this.finish(bytes);
       return;
@@ -464,7 +548,7 @@ function wantsKeepAlive(head: RequestHead): boolean {
   return head.minor === 1 ? !tokens.includes("close") : tokens.includes("keep-alive");
 }
 
-function toRequest(head: RequestHead, body: Buffer): Request {
+function toRequest(head: RequestHead, body: Buffer | ReadableStream<Uint8Array>): Request {
   const { target } = splitTarget(head.target);
   const headers = new Headers();
   for (const [name, value] of head.headers) headers.append(name, value);
@@ -476,7 +560,11 @@ function toRequest(head: RequestHead, body: Buffer): Request {
   return new Request(`http://localhost${target}`, {
     method: head.method,
     headers,
-    ...(bodiless || body.length === 0 ? {} : { body: new Uint8Array(body) }),
+    ...(body instanceof ReadableStream
+      ? { body }
+      : bodiless || body.length === 0
+        ? {}
+        : { body: new Uint8Array(body) }),
   });
 }
 
