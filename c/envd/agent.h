@@ -31,6 +31,8 @@ typedef struct agent {
   const char *cgroup;   // cgroup v2 directory for user processes, NULL: none
   bool guest;           // may set clock, hostname, entropy
   int state_fd;         // memfd that outlives us: settings survive a restart of the agent. -1: none
+  int keep_fd; // init, who keeps the processes' descriptors for our successor; -1: nobody
+  ev keep;
   int cgroup_fd;
   int oom_fd; // memory.events of that cgroup, -1: none
   int64_t stall_ms; // after so long without taking output a subscriber is cut off
@@ -165,7 +167,8 @@ bool job_reaped(agent *ag, pid_t pid, int status); // true when pid was one of t
 // ---- proc.c ------------------------------------------------------------------------------------
 
 bool proc_reaped(agent *ag, pid_t pid, int status);
-void procs_close(agent *ag); // kills what still runs
+void procs_close(agent *ag); // kills what still runs, unless somebody keeps it
+int procs_recover(agent *ag); // takes over those of the agent before us, from keep_fd. 0, or -errno
 void child_reset(const agent *ag); // in a fresh child: signals, limits, priority, descriptors
 
 // ---- pty.c -------------------------------------------------------------------------------------
@@ -197,6 +200,15 @@ void files_compose(conn *c);  // POST /files/compose
 int ports_start(agent *ag, const char *addr);
 void ports_drop(agent *ag); // cuts the connections carried now
 void ports_close(agent *ag);
+
+// ---- identity.c --------------------------------------------------------------------------------
+
+#define IDENTITY_MARK "# this sandbox"
+// This machine is now the sandbox of that id: host name, name resolution, machine id, SSH host keys. Does nothing
+// to the machine of a run without --guest or --root.
+void identity_apply(agent *ag, const char *id);
+// Puts line into ROOT/etc/hosts in the place of the one that contains mark. 0, or -errno.
+int identity_host_line(const char *root, const char *mark, const char *line);
 
 // ---- init_guest.c ------------------------------------------------------------------------------
 

@@ -178,25 +178,11 @@ static void set_identity(agent *ag, const char *var, const char *file, const cha
 
 // "IP events.e2b.local" in /etc/hosts, replacing an earlier line of that name.
 static void set_events_host(agent *ag, const char *ip) {
-  char full[4200], *text, url[300];
-  snprintf(full, sizeof full, "%s/etc/hosts", ag->root);
-  buf b = {0};
-  if (read_whole(full, &text, 4 << 20) >= 0) {
-    for (char *p = text; *p;) {
-      size_t n = strcspn(p, "\n");
-      n += p[n] == '\n';
-      if (!memmem(p, n, " events.e2b.local", 17)) buf_put(&b, p, n);
-      p += n;
-    }
-    free(text);
-  }
-  if (buf_len(&b) && buf_data(&b)[buf_len(&b) - 1] != '\n') buf_putc(&b, '\n');
-  buf_printf(&b, "%s events.e2b.local\n", ip);
-  buf_putc(&b, 0);
-  if (!b.oom) complain("/etc/hosts", put_file(ag, "/etc/hosts", (char *)b.p, false));
-  buf_free(&b);
-  snprintf(url, sizeof url, "http://%s", ip);
-  complain("E2B_EVENTS_ADDRESS", env_set(&ag->platform_env, "E2B_EVENTS_ADDRESS", url));
+  char line[300];
+  snprintf(line, sizeof line, "%s events.e2b.local", ip);
+  complain("/etc/hosts", identity_host_line(ag->root, " events.e2b.local", line));
+  snprintf(line, sizeof line, "http://%s", ip);
+  complain("E2B_EVENTS_ADDRESS", env_set(&ag->platform_env, "E2B_EVENTS_ADDRESS", line));
 }
 
 static int add_ca(agent *ag, const char *pem) {
@@ -338,8 +324,10 @@ static const char *apply_init(agent *ag, const jval *j, conn *c, bool restoring)
   if (!rc && v[3] && v[3]->n) rc = set_str(&ag->default_workdir, v[3]->s);
   complain("/init", rc);
   if (v[7] && v[7]->n) {
+    const char *old = env_get(ag->platform_env, "E2B_SANDBOX_ID");
+    bool other = !old || strcmp(old, v[7]->s);
     set_identity(ag, "E2B_SANDBOX_ID", "/run/e2b/.E2B_SANDBOX_ID", v[7]->s);
-    if (ag->guest && sethostname(v[7]->s, v[7]->n < 64 ? v[7]->n : 64)) complain("sethostname", -errno);
+    if (other && !restoring) identity_apply(ag, v[7]->s);
   }
   if (v[8] && v[8]->n) set_identity(ag, "E2B_TEMPLATE_ID", "/run/e2b/.E2B_TEMPLATE_ID", v[8]->s);
   if (v[4] && v[4]->n && !restoring) set_events_host(ag, v[4]->s);

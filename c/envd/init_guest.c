@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <net/if.h>
 #include <net/route.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +18,8 @@
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/reboot.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <sys/syscall.h>
@@ -25,6 +28,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "keep.h"
 
 static const char newroot[] = "/newroot";
 static const char user_cgroup[] = "/sys/fs/cgroup/user";
@@ -277,63 +281,123 @@ static void set_network(bootwords *w) {
 
 // ---- files of the image ------------------------------------------------------------------------
 
-static bool same_file(const char *path, const char *text) {
-  struct stat st;
-  char *have;
-  if (lstat(path, &st) || !S_ISREG(st.st_mode) || read_whole(path, &have, 65536) < 0) return false;
-  bool same = !strcmp(have, text);
-  free(have);
-  return same;
+static const char own_dir[] = "/run/agentenv";
+
+// Whatever path leads to exists afterwards, so that something can be mounted there. Where a link of the image leads
+// into a directory that is not there (/run is new at every boot) the directory is made.
+static int make_mount_point(const char *path) {
+  char target[512];
+  snprintf(target, sizeof target, "%s", path);
+  for (int hops = 0; hops < 8; hops++) {
+    int fd = open(path, O_RDONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0644);
+    if (fd >= 0) return close(fd), 0;
+    if (errno != ENOENT) return -errno;
+    char link[256];
+    ssize_t n = readlink(target, link, sizeof link - 1);
+    if (n < 0) return -ENOENT;
+    link[n] = 0;
+    char *slash = strrchr(target, '/');
+    if (link[0] == '/')
+      snprintf(target, sizeof target, "%s", link);
+    else
+      snprintf(slash + 1, sizeof target - (size_t)(slash + 1 - target), "%s", link);
+    char dir[512];
+    snprintf(dir, sizeof dir, "%s", target);
+    slash = strrchr(dir, '/');
+    if (slash == dir) continue;
+    *slash = 0;
+    const account root = {0};
+    bool created;
+    int rc = make_dirs(dir, &root, &created);
+    if (rc) return rc;
+  }
+  return -ELOOP;
 }
 
-// Replaces whatever is there (a link would lead to a resolver that does not run here).
-static void put_text(const char *path, const char *text) {
-  if (same_file(path, text)) return;
-  if (unlink(path) && errno != ENOENT) warn(path, -errno);
-  int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+// Lays a file of ours over one of the image, as container engines do: the image's own stays what it is.
+static void lay_over(const char *path, const char *text) {
+  char own[128];
+  snprintf(own, sizeof own, "%s%s", own_dir, strrchr(path, '/'));
+  int fd = open(own, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   int rc = fd < 0 ? -errno : write_all(fd, text, strlen(text));
-  if (rc) warn(path, rc);
   if (fd >= 0) close(fd);
+  if (!rc) rc = make_mount_point(path);
+  if (!rc && mount(own, path, NULL, MS_BIND, NULL)) rc = -errno;
+  if (rc) warn(path, rc);
 }
 
-static void write_etc(bootwords *w) {
-  ensure_dir("/etc", 0755);
-  if (*w->dns) {
-    buf b = {0};
-    for (char *p = strtok(w->dns, ","); p; p = strtok(NULL, ",")) buf_printf(&b, "nameserver %s\n", p);
-    buf_putc(&b, 0);
-    if (!b.oom) put_text("/etc/resolv.conf", (char *)b.p);
-    buf_free(&b);
-  }
-  if (access("/etc/hosts", F_OK)) {
-    char text[256];
-    snprintf(text, sizeof text, "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.1.1 %s\n",
-             *w->hostname ? w->hostname : "sandbox");
-    put_text("/etc/hosts", text);
-  }
+static void lay_over_etc(bootwords *w) {
   const char *name = *w->hostname ? w->hostname : "sandbox";
   if (sethostname(name, strlen(name))) warn("sethostname", -errno);
+  ensure_dir("/etc", 0755);
+  ensure_dir(own_dir, 0755);
+  buf b = {0};
+  if (*w->dns) {
+    for (char *p = strtok(w->dns, ","); p; p = strtok(NULL, ",")) buf_printf(&b, "nameserver %s\n", p);
+    buf_putc(&b, 0);
+    if (!b.oom) lay_over("/etc/resolv.conf", (char *)b.p);
+    buf_clear(&b);
+  }
+  char *have = NULL;
+  ssize_t n = read_whole("/etc/hosts", &have, 1 << 20);
+  if (n < 0) have = NULL;
+  if (have) buf_puts(&b, have);
+  if (n > 0 && have[n - 1] != '\n') buf_putc(&b, '\n');
+  if (!have || !strstr(have, "localhost")) buf_puts(&b, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n");
+  buf_printf(&b, "127.0.1.1\t%s\t" IDENTITY_MARK "\n", name);
+  buf_putc(&b, 0);
+  if (!b.oom) lay_over("/etc/hosts", (char *)b.p);
+  free(have);
+  buf_clear(&b);
+  buf_printf(&b, "%s\n", name);
+  buf_putc(&b, 0);
+  if (!b.oom && !access("/etc/hostname", F_OK)) lay_over("/etc/hostname", (char *)b.p);
+  buf_free(&b);
 }
 
 // ---- supervision -------------------------------------------------------------------------------
 
-static pid_t start_agent(int self, int state, const char *ip) {
-  pid_t pid = fork();
-  if (pid) return pid;
+typedef struct {
+  int self, state; // the program; the settings that outlive an agent
+  const char *ip;
+  pid_t pid; // -1: none runs
+  int sock;  // to it, -1: none
+  kept *processes;
+} supervisor;
+
+static void start_agent(supervisor *s) {
+  int pair[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) {
+    warn("socketpair", -errno);
+    return;
+  }
+  s->pid = fork();
+  if (s->pid) {
+    close(pair[1]);
+    if (s->pid < 0)
+      close(pair[0]);
+    else
+      keeper_hand_over(&s->processes, s->sock = pair[0]);
+    return;
+  }
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, NULL);
   setsid();
   int rc = write_control("/proc/self/oom_score_adj", "-1000");
   if (rc) warn("oom_score_adj", rc);
-  char port[16], fd[16];
+  if (setpriority(PRIO_PROCESS, 0, -10)) warn("setpriority", -errno);
+  struct rlimit files = {1024, 1048576}; // what commands inherit
+  if (setrlimit(RLIMIT_NOFILE, &files)) warn("RLIMIT_NOFILE", -errno);
+  char port[16], fd[16], keep[16];
   snprintf(port, sizeof port, "%d", AGENT_PORT);
-  snprintf(fd, sizeof fd, "%d", state);
-  if (fcntl(state, F_SETFD, 0)) warn("state", -errno);
-  char *argv[] = {"envd",       "--port",     port,         "--guest", "--trust-if", "eth0",
-                  "--state-fd", fd, "--cgroup", (char *)user_cgroup, *ip ? "--expose" : NULL, (char *)ip, NULL};
+  snprintf(fd, sizeof fd, "%d", s->state);
+  snprintf(keep, sizeof keep, "%d", pair[1]);
+  if (fcntl(s->state, F_SETFD, 0) || fcntl(pair[1], F_SETFD, 0)) warn("state", -errno);
+  char *argv[] = {"envd", "--port", port, "--guest", "--trust-if", "eth0", "--state-fd", fd, "--keep-fd", keep,
+                  "--cgroup", (char *)user_cgroup, *s->ip ? "--expose" : NULL, (char *)s->ip, NULL};
   char *envp[] = {"PATH=" DEFAULT_PATH, "HOME=/", NULL};
-  syscall(SYS_execveat, self, "", argv, envp, AT_EMPTY_PATH);
+  syscall(SYS_execveat, s->self, "", argv, envp, AT_EMPTY_PATH);
   warn("starting the agent", -errno);
   _exit(127);
 }
@@ -374,43 +438,51 @@ int guest_init(void) {
   switch_root();
   prepare_image();
   set_network(&w);
-  write_etc(&w);
+  lay_over_etc(&w);
   umask(022);
 
   int state = (int)syscall(SYS_memfd_create, "aenv-state", 1u /* MFD_CLOEXEC */);
   if (state < 0) fatal("memfd", -errno);
-  struct rlimit files = {1024, 1048576};
+  struct rlimit files = {1048576, 1048576}; // descriptors of processes are kept here
   if (setrlimit(RLIMIT_NOFILE, &files)) warn("RLIMIT_NOFILE", -errno);
   reboot(RB_DISABLE_CAD); // Ctrl-Alt-Del becomes SIGINT
   sigset_t set;
   sigfillset(&set);
   sigprocmask(SIG_SETMASK, &set, NULL);
-  pid_t agent_pid = start_agent(self, state, w.ip);
+  int signals = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+  if (signals < 0) fatal("signalfd", -errno);
+  supervisor s = {.self = self, .state = state, .ip = w.ip, .pid = -1, .sock = -1};
   int64_t started = mono_ms();
+  start_agent(&s);
   for (;;) {
-    siginfo_t si;
-    int sig;
-    if (agent_pid > 0) {
-      sig = sigwaitinfo(&set, &si);
-    } else { // not more often than once a second
-      int64_t left = started + 1000 - mono_ms();
-      struct timespec wait = {left > 0 ? left / 1000 : 0, left > 0 ? left % 1000 * 1000000 : 0};
-      sig = sigtimedwait(&set, &si, &wait);
-      if (mono_ms() >= started + 1000) {
-        agent_pid = start_agent(self, state, w.ip);
-        started = mono_ms();
-      }
+    // A new agent not more often than once a second.
+    int64_t left = started + 1000 - mono_ms();
+    struct pollfd fds[2] = {{.fd = signals, .events = POLLIN}, {.fd = s.sock, .events = POLLIN}};
+    poll(fds, 2, s.pid > 0 ? -1 : left > 0 ? (int)left : 0);
+    if (s.pid < 0 && mono_ms() >= started + 1000) {
+      started = mono_ms();
+      start_agent(&s);
     }
-    if (sig == SIGTERM || sig == SIGPWR || sig == SIGUSR1 || sig == SIGUSR2) stop_machine(false);
-    if (sig == SIGINT) stop_machine(true);
+    if (s.sock >= 0) keeper_take(&s.processes, s.sock);
+    struct signalfd_siginfo si;
+    while (read(signals, &si, sizeof si) == (ssize_t)sizeof si) {
+      uint32_t sig = si.ssi_signo;
+      if (sig == SIGTERM || sig == SIGPWR || sig == SIGUSR1 || sig == SIGUSR2) stop_machine(false);
+      if (sig == SIGINT) stop_machine(true);
+    }
     int status;
-    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
-      if (pid == agent_pid) {
-        char line[128];
-        snprintf(line, sizeof line, "aenv: init: the agent ended (%s %d), starting it again\n",
-                 WIFSIGNALED(status) ? "signal" : "status", WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
-        say(line);
-        agent_pid = -1;
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
+      if (pid != s.pid) {
+        keeper_exit(&s.processes, s.sock, pid, status);
+        continue;
       }
+      char line[128];
+      snprintf(line, sizeof line, "aenv: init: the agent ended (%s %d), starting it again\n",
+               WIFSIGNALED(status) ? "signal" : "status", WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
+      say(line);
+      keeper_take(&s.processes, s.sock); // its last words
+      close(s.sock);
+      s.pid = s.sock = -1;
+    }
   }
 }

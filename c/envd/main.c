@@ -18,7 +18,7 @@
 
 static const char usage[] =
     "usage: envd [--addr IPV4] [--port N] [--root DIR] [--cgroup DIR | --no-cgroup] [--trust-if NAME]\n"
-    "            [--expose IPV4] [--stall SECONDS] [--state-fd N] [--guest] [--version]\n"
+    "            [--expose IPV4] [--stall SECONDS] [--state-fd N] [--keep-fd N] [--guest] [--version]\n"
     "  --addr      listen address (default 0.0.0.0)\n"
     "  --port      listen port (default 49983, 0 = any free one; printed when ready)\n"
     "  --root      prefix of /etc/passwd, /etc/group and /run/e2b (default none)\n"
@@ -27,6 +27,7 @@ static const char usage[] =
     "  --expose    address under which services that listen on loopback only become reachable (default none)\n"
     "  --stall     seconds after which a client that takes no output is cut off (default 300)\n"
     "  --state-fd  inherited descriptor that keeps the settings when the agent restarts\n"
+    "  --keep-fd   inherited socket to the one who keeps running processes for an agent that restarts\n"
     "  --guest     may set clock, hostname and entropy of this machine\n";
 
 static void on_signal(ev *e, uint32_t events) {
@@ -68,6 +69,10 @@ static int parse_args(agent *ag, int argc, char **argv, int *port, const char **
     } else if (!strcmp(o, "--state-fd")) {
       if (parse_u64(argv[i + 1], strlen(argv[i + 1]), 65535, &v)) return bad_usage("--state-fd must be a number");
       ag->state_fd = (int)v;
+      i++;
+    } else if (!strcmp(o, "--keep-fd")) {
+      if (parse_u64(argv[i + 1], strlen(argv[i + 1]), 65535, &v)) return bad_usage("--keep-fd must be a number");
+      ag->keep_fd = (int)v;
       i++;
     } else if (!strcmp(o, "--stall")) {
       if (parse_u64(argv[i + 1], strlen(argv[i + 1]), 86400, &v) || !v) return bad_usage("--stall must be 1…86400");
@@ -114,7 +119,7 @@ static int run_agent(int argc, char **argv) {
   agent *ag = calloc(1, sizeof *ag);
   if (!ag) return 1;
   ag->root = "";
-  ag->state_fd = ag->cgroup_fd = ag->oom_fd = ag->signals.fd = -1;
+  ag->state_fd = ag->keep_fd = ag->cgroup_fd = ag->oom_fd = ag->signals.fd = -1;
   ag->stall_ms = 300 * 1000;
   int port = AGENT_PORT;
   const char *addr = "0.0.0.0", *expose = NULL;
@@ -138,6 +143,7 @@ static int run_agent(int argc, char **argv) {
   rc = keep_stdio();
   if (!rc && (setrlimit(RLIMIT_NOFILE, &most) || sigprocmask(SIG_BLOCK, &set, NULL))) rc = -errno;
   if (ag->state_fd >= 0) fcntl(ag->state_fd, F_SETFD, FD_CLOEXEC);
+  if (ag->keep_fd >= 0) fcntl(ag->keep_fd, F_SETFD, FD_CLOEXEC);
   ag->default_user = strdup("root");
   if (!rc) rc = loop_init(&ag->loop);
   if (!rc && (ag->signals.fd = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC)) < 0) rc = -errno;
@@ -146,6 +152,7 @@ static int run_agent(int argc, char **argv) {
   if (!rc) rc = ev_set(&ag->loop, &ag->signals, EPOLLIN);
   open_cgroup(ag);
   api_restore(ag);
+  if (!rc && ag->keep_fd >= 0) rc = procs_recover(ag);
   ag->http.app = ag;
   ag->http.handle = api_handle;
   if (!rc) {
@@ -168,7 +175,7 @@ static int run_agent(int argc, char **argv) {
   if (rc) fprintf(stderr, "aenv: agent: %s\n", strerror(-rc));
   while (ag->jobs) { // cancelled above with their calls
     job *j = ag->jobs;
-    if (j->pid > 0) waitpid(j->pid, NULL, 0);
+    if (j->pid > 0 && !kill(j->pid, SIGKILL)) waitpid(j->pid, NULL, 0);
     ev_del(&ag->loop, &j->e);
     if (j->e.fd >= 0) close(j->e.fd);
     ag->jobs = j->next;
@@ -178,6 +185,7 @@ static int run_agent(int argc, char **argv) {
   if (ag->signals.fd >= 0) close(ag->signals.fd);
   if (ag->cgroup_fd >= 0) close(ag->cgroup_fd);
   if (ag->oom_fd >= 0) close(ag->oom_fd);
+  if (ag->keep_fd >= 0) close(ag->keep_fd);
   loop_close(&ag->loop);
   env_free(&ag->user_env);
   env_free(&ag->platform_env);

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "keep.h"
 
 enum {
   PIPE_CHUNK = 32 * 1024,
@@ -221,8 +222,40 @@ static bool subscribe(proc *p, call *k, bool owner) {
 
 // ---- life of a process -------------------------------------------------------------------------
 
+// Without --keep-fd, or when init does not listen, processes are lost with the agent; nothing else depends on it.
+static void keep_tell(const proc *p, enum keep_kind kind) {
+  if (p->ag->keep_fd < 0) return;
+  keep_msg m = {.kind = kind, .pid = p->pid, .status = p->status};
+  int rc = keep_send(p->ag->keep_fd, &m, NULL, 0, NULL);
+  if (rc) fprintf(stderr, "aenv: agent: process %d cannot be kept: %s\n", p->pid, strerror(-rc));
+}
+
+static void keep_put(const proc *p) {
+  if (p->ag->keep_fd < 0) return;
+  buf b = {0};
+  for (int brief = 0; brief < 2; brief++) { // without arguments and variables when those are too large
+    arena tmp = {.limit = 64 * 1024};
+    msg *info = msg_new(&tmp, &info_desc), *small = msg_new(&tmp, &config_desc);
+    msg_add_str(&tmp, small, 1, msg_str(p->config, 1));
+    val *c = msg_add(&tmp, info, 1);
+    if (c) c->m = brief ? small : p->config;
+    msg_add_int(&tmp, info, 2, p->pid);
+    if (p->tag) msg_add_str(&tmp, info, 3, p->tag);
+    buf_clear(&b);
+    if (!tmp.oom) msg_to_pb(&b, info);
+    arena_free(&tmp);
+    if (buf_len(&b) <= KEEP_META_MAX) break;
+  }
+  keep_msg m = {.kind = KEEP_PUT, .pid = p->pid, .flags = p->pty ? KEEP_PTY : 0, .deadline = p->deadline.pos ? p->deadline.at : 0};
+  int fds[3] = {p->in.fd, p->pty ? -1 : p->out[OUT].fd, p->out[ERR].fd};
+  int rc = b.oom || buf_len(&b) > KEEP_META_MAX ? -ENOMEM : keep_send(p->ag->keep_fd, &m, buf_data(&b), buf_len(&b), fds);
+  if (rc) fprintf(stderr, "aenv: agent: process %d cannot be kept: %s\n", p->pid, strerror(-rc));
+  buf_free(&b);
+}
+
 static void close_ev(proc *p, ev *e) {
   if (e->fd < 0) return;
+  if (e == &p->in && !p->pty && !p->ended) keep_tell(p, KEEP_CLOSE_IN);
   ev_del(&p->ag->loop, e);
   close(e->fd);
   e->fd = -1;
@@ -294,6 +327,7 @@ static void end_if_over(proc *p) {
   if (p->ended || !p->reaped) return;
   if (!p->cut && (p->out[OUT].fd >= 0 || p->out[ERR].fd >= 0)) return;
   p->ended = true;
+  keep_tell(p, KEEP_DROP);
   close_ev(p, &p->in);
   for (int i = 0; i < NSTREAMS; i++) close_ev(p, &p->out[i]);
   fail_inputs(p, "the process has ended");
@@ -449,16 +483,20 @@ bool proc_reaped(agent *ag, pid_t pid, int status) {
     blame_oom(p);
     if (p->cut) drain(p);
     end_if_over(p);
+    if (!p->ended) keep_tell(p, KEEP_EXIT);
     return true;
   }
   return false;
 }
 
 void procs_close(agent *ag) {
+  bool stay = ag->keep_fd >= 0; // our successor takes them over
+  if (stay) close(ag->keep_fd);
+  ag->keep_fd = -1;
   while (ag->procs) {
     proc *p = ag->procs;
-    if (!p->ended) kill_all(p);
-    if (!p->reaped) waitpid(p->pid, &p->status, 0);
+    if (!p->ended && !stay) kill_all(p);
+    if (!p->reaped && !stay) waitpid(p->pid, &p->status, 0);
     proc_free(p);
   }
 }
@@ -807,9 +845,77 @@ static void rpc_start(call *k) {
     p->deadline = (timer){.cb = on_proc_deadline, .owner = p};
     timer_set(&ag->loop, &p->deadline, k->timeout_ms);
   }
+  keep_put(p);
   if (!subscribe(p, k, true)) return;
   send_event(k, 1, 0, NULL, 0, pid);
   watch_output(p);
+}
+
+// ---- processes of an earlier agent -------------------------------------------------------------
+
+static void adopt(agent *ag, const keep_msg *m, const uint8_t *meta, size_t n, int fds[3]) {
+  proc *p = calloc(1, sizeof *p);
+  const char *err;
+  if (p) p->a.limit = 32 << 20;
+  msg *info = p ? msg_from_pb(&p->a, &info_desc, meta, n, &err) : NULL;
+  const msg *config = msg_sub(info, 1);
+  const val *tag = msg_get(info, 3);
+  if (p && tag) p->tag = strdup(tag->s);
+  if (!config || (tag && !p->tag)) {
+    close_all(fds, 3);
+    if (p) arena_free(&p->a);
+    free(p);
+    return;
+  }
+  p->ag = ag;
+  p->pid = m->pid;
+  p->pty = m->flags & KEEP_PTY;
+  p->config = (msg *)config;
+  p->oom_seen = oom_count(ag);
+  if (p->pty && fds[0] >= 0) fds[1] = fcntl(fds[0], F_DUPFD_CLOEXEC, 3);
+  p->in = (ev){.fd = fds[0], .cb = on_input_ready, .owner = p};
+  p->out[OUT] = (ev){.fd = fds[1], .cb = pump, .owner = p};
+  p->out[ERR] = (ev){.fd = fds[2], .cb = pump, .owner = p};
+  p->next = ag->procs;
+  ag->procs = p;
+  ag->nprocs++;
+  if (m->deadline) {
+    p->deadline = (timer){.cb = on_proc_deadline, .owner = p};
+    timer_set(&ag->loop, &p->deadline, m->deadline - mono_ms());
+  }
+  watch_output(p);
+}
+
+static void on_keep(ev *e, uint32_t events) {
+  (void)events;
+  agent *ag = e->owner;
+  keep_msg m;
+  int fds[3];
+  ssize_t n;
+  while ((n = keep_recv(e->fd, 0, &m, NULL, 0, fds)) >= 0) {
+    close_all(fds, 3);
+    if (m.kind == KEEP_EXIT) proc_reaped(ag, m.pid, m.status);
+  }
+  if (n != -EAGAIN) ev_del(&ag->loop, e); // init is gone, and we shall be
+}
+
+int procs_recover(agent *ag) {
+  uint8_t *meta = malloc(KEEP_META_MAX);
+  keep_msg m = {0};
+  int fds[3];
+  ssize_t n = meta ? 0 : -ENOMEM;
+  while (n >= 0 && m.kind != KEEP_READY) {
+    n = keep_recv(ag->keep_fd, 5000, &m, meta, KEEP_META_MAX, fds);
+    if (n >= 0 && m.kind == KEEP_PUT)
+      adopt(ag, &m, meta, (size_t)n, fds);
+    else
+      close_all(fds, 3);
+    if (n >= 0 && m.kind == KEEP_EXIT) proc_reaped(ag, m.pid, m.status);
+  }
+  free(meta);
+  if (n < 0) fprintf(stderr, "aenv: agent: processes of an earlier agent are lost: %s\n", strerror((int)-n));
+  ag->keep = (ev){.fd = ag->keep_fd, .cb = on_keep, .owner = ag};
+  return ev_set(&ag->loop, &ag->keep, EPOLLIN);
 }
 
 // ---- finding -----------------------------------------------------------------------------------

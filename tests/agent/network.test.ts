@@ -79,41 +79,47 @@ test("half-close passes through, and a service that listens everywhere is left a
   expect(await agent.errors()).toBe("");
 });
 
-test.skipIf(process.getuid?.() !== 0)("/init: the outside needs no token, the inside does", async () => {
-  const ns = `guest-${process.pid}`;
-  const [host, guest] = [`gh${process.pid % 100000}`, `gg${process.pid % 100000}`];
-  const setup = [
-    `netns add ${ns}`,
-    `link add ${host} type veth peer name ${guest} netns ${ns}`,
-    `addr add 198.18.77.1/30 dev ${host}`,
-    `link set ${host} up`,
-    `-n ${ns} addr add 198.18.77.2/30 dev ${guest}`,
-    `-n ${ns} link set ${guest} up`,
-    `-n ${ns} link set lo up`,
-  ];
-  for (const words of setup) await Bun.$`ip ${words.split(" ")}`.quiet();
-  try {
-    await using agent = await startAgent(["--addr", "0.0.0.0", "--trust-if", guest], () => [
-      "ip",
-      "netns",
-      "exec",
-      ns,
-    ]);
-    const url = `http://198.18.77.2:${agent.port}/init`;
-    const outside = async (body: object) =>
-      (await fetch(url, { method: "POST", body: JSON.stringify(body) })).status;
-    const inside = async (address: string, source: string, body: object) =>
-      Number(
-        await Bun.$`ip netns exec ${ns} curl -s -o /dev/null -w %{http_code} --interface ${source} -d ${JSON.stringify(body)} http://${address}:${agent.port}/init`.text(),
-      );
-    await eventually("reachable", async () => await outside({ accessToken: "one" }).catch(() => 0));
-    expect(await outside({ accessToken: "two" })).toBe(204);
-    expect(await outside({ accessToken: "three" })).toBe(204);
-    expect(await inside("127.0.0.1", "127.0.0.1", { accessToken: "x" })).toBe(401);
-    expect(await inside("198.18.77.2", "198.18.77.2", { accessToken: "x" })).toBe(401);
-    expect(await inside("198.18.77.2", "127.0.0.1", { accessToken: "x" })).toBe(401);
-    expect(await inside("127.0.0.1", "127.0.0.1", { accessToken: "three" })).toBe(204);
-  } finally {
-    await Bun.$`ip netns del ${ns}; ip link del ${host}`.quiet().nothrow();
-  }
-});
+test.skipIf(process.getuid?.() !== 0)(
+  "/init: the outside needs no token, the inside does",
+  async () => {
+    const ns = `guest-${process.pid}`;
+    const net = `198.18.${process.pid % 250}`; // apart from what a run that was killed may have left
+    const [host, guest] = [`gh${process.pid % 100000}`, `gg${process.pid % 100000}`];
+    const setup = [
+      `netns add ${ns}`,
+      `link add ${host} type veth peer name ${guest} netns ${ns}`,
+      `addr add ${net}.1/30 dev ${host}`,
+      `link set ${host} up`,
+      `-n ${ns} addr add ${net}.2/30 dev ${guest}`,
+      `-n ${ns} link set ${guest} up`,
+      `-n ${ns} link set lo up`,
+    ];
+    for (const words of setup) await Bun.$`ip ${words.split(" ")}`.quiet();
+    try {
+      await using agent = await startAgent(["--addr", "0.0.0.0", "--trust-if", guest], () => [
+        "ip",
+        "netns",
+        "exec",
+        ns,
+      ]);
+      const url = `http://${net}.2:${agent.port}/init`;
+      const outside = async (body: object) =>
+        (await fetch(url, { method: "POST", body: JSON.stringify(body) })).status;
+      const inside = async (address: string, source: string, body: object) =>
+        Number(
+          await Bun.$`ip netns exec ${ns} curl -s -o /dev/null -w %{http_code} --interface ${source} -d ${JSON.stringify(body)} http://${address}:${agent.port}/init`.text(),
+        );
+      await eventually("reachable", async () => await outside({ accessToken: "one" }).catch(() => 0));
+      expect(await outside({ accessToken: "two" })).toBe(204);
+      expect(await outside({ accessToken: "three" })).toBe(204);
+      expect(await inside("127.0.0.1", "127.0.0.1", { accessToken: "x" })).toBe(401);
+      expect(await inside(`${net}.2`, `${net}.2`, { accessToken: "x" })).toBe(401);
+      expect(await inside(`${net}.2`, "127.0.0.1", { accessToken: "x" })).toBe(401);
+      expect(await inside("127.0.0.1", "127.0.0.1", { accessToken: "three" })).toBe(204);
+    } finally {
+      await Bun.$`ip link del ${host}`.quiet().nothrow();
+      await Bun.$`ip netns del ${ns}`.quiet().nothrow();
+    }
+  },
+  20_000,
+);
