@@ -68,14 +68,17 @@ int aenv_nf_transact(int fd, const void *batch, uint32_t length, uint32_t *messa
   int result = send_all(fd, batch, length);
   bool acknowledged = false;
   /*
-   * The kernel has done its work when the send returns. What it refused it has answered by then; the last
-   * message asks for an acknowledgement, so that silence is never taken for success.
+   * The kernel has done its work when the send returns, and has answered by then: an error for each message it
+   * refused, or the acknowledgement that the last one asks for, so that silence is never taken for success.
+   * All answers are read: the next batch comes by the same socket.
    */
-  while (result == 0) {
+  for (;;) {
     ssize_t got = receive(fd, answer, MSG_DONTWAIT);
     if (got == -EAGAIN) break;
     if (got < 0) {
-      result = (int)got;
+      if (result == 0) result = (int)got;
+      /* Answers were lost for want of room (then the others are still there), or the socket is of no use. */
+      if (got == -ENOBUFS) continue;
       break;
     }
     int left = (int)got;

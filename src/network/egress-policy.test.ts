@@ -181,6 +181,8 @@ describe("the enforced form", () => {
     expect(restricted({ denyOut: [ALL] })).toBe(true);
     expect(restricted({ allowInternetAccess: false })).toBe(true);
     expect(restricted({ allowInternetAccess: true, denyOut: [ALL] })).toBe(true);
+    expect(restricted({ allowOut: [ALL], denyOut: [ALL] })).toBe(false);
+    expect(restricted({ allowOut: [ALL], allowInternetAccess: false })).toBe(false);
   });
 
   test("names: exact, and below a wildcard at any depth but not itself", () => {
@@ -209,6 +211,6 @@ describe("the enforced form", () => {
     const stored = (denyOut: string[]) => () => compilePolicy({ base: "default", allowOut: [], denyOut });
     expect(stored(["evil.example"])).toThrow("evil.example");
     expect(stored(["1.2.3.4/40"])).toThrow("1.2.3.4/40");
-    expect(stored(["1.2.3.4"])().deny).toEqual([{ first: address("1.2.3.4"), last: address("1.2.3.4") }]);
+    expect(stored(["1.2.3.4"])().deny).toMatchObject([{ base: address("1.2.3.4"), prefixLength: 32 }]);
   });
 });

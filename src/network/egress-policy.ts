@@ -1,7 +1,6 @@
 import { isIPv6 } from "node:net";
 import { AenvError } from "../lib/errors.ts";
-import { formatIpv4, parseCidr } from "../lib/ipv4.ts";
-import type { AddressRange } from "./nft.ts";
+import { formatIpv4, type Ipv4Cidr, parseCidr } from "../lib/ipv4.ts";
 
 /**
  * Where a sandbox may connect to. Entries are in normal form (see {@link parseEgressPolicy}): `a.b.c.d/n`,
@@ -170,6 +169,12 @@ export function parseEgressPolicy(input: EgressInput): EgressPolicy {
   };
 }
 
+/** Inclusive block of IPv4 addresses, host byte order. */
+export interface AddressRange {
+  readonly first: number;
+  readonly last: number;
+}
+
 /** Blocks of IPv4 addresses, joined and ascending. */
 export function mergeRanges(cidrs: readonly string[]): AddressRange[] {
   const ranges = cidrs
@@ -196,14 +201,15 @@ export function inRanges(ranges: readonly AddressRange[], address: number): bool
 /** A policy in the form that is enforced. */
 export interface CompiledPolicy {
   readonly policy: EgressPolicy;
-  /** IPv4 that is allowed whatever `deny` says. */
-  readonly allow: readonly AddressRange[];
-  /** IPv4 that is refused when it is not in `allow`. Everything when the base denies. */
-  readonly deny: readonly AddressRange[];
+  /** IPv4 that is allowed whatever is denied. */
+  readonly allow: readonly Ipv4Cidr[];
+  /** IPv4 that is refused when it is not in `allow`. Empty when nothing is denied, or everything. */
+  readonly deny: readonly Ipv4Cidr[];
   /** What is not named is refused: then DNS is answered for allowed names only. */
   readonly restricted: boolean;
   /** HTTP and TLS go through the proxy, which reads the name. Implies `restricted`. */
   readonly filtered: boolean;
+  allowsAddress(address: number): boolean;
   allowsName(name: string): boolean;
 }
 
@@ -222,14 +228,21 @@ export function compilePolicy(input: EgressPolicy): CompiledPolicy {
     else if (entry.startsWith("*.")) suffixes.add(entry.slice(2));
     else names.add(entry);
   }
-  const everything = { first: 0, last: LAST_ADDRESS };
-  const deny = policy.base === "deny" ? [everything] : mergeRanges(policy.denyOut);
+  const ipv4 = (cidrs: readonly string[]) => cidrs.map(parseCidr).filter((cidr) => cidr !== undefined);
+  const coversAll = (ranges: readonly AddressRange[]) =>
+    ranges[0]?.first === 0 && ranges[0].last === LAST_ADDRESS;
+  const allowed = mergeRanges(addresses);
+  // Allowed goes before denied: with everything allowed, nothing else matters.
+  const open = coversAll(allowed);
+  const restricted = !open && (policy.base === "deny" || coversAll(mergeRanges(policy.denyOut)));
+  const deny = open || restricted ? [] : ipv4(policy.denyOut);
   return {
     policy,
-    allow: mergeRanges(addresses),
+    allow: restricted || deny.length > 0 ? ipv4(addresses) : [],
     deny,
-    restricted: deny[0]?.first === 0 && deny[0].last === LAST_ADDRESS,
-    filtered: names.size + suffixes.size > 0,
+    restricted,
+    filtered: restricted && names.size + suffixes.size > 0,
+    allowsAddress: (address) => inRanges(allowed, address),
     allowsName(name) {
       if (names.has(name)) return true;
       if (suffixes.size === 0) return false;

@@ -1,8 +1,8 @@
 import { runCommand } from "../lib/command.ts";
-import { formatIpv4 } from "../lib/ipv4.ts";
+import { formatCidr, formatIpv4, type Ipv4Cidr } from "../lib/ipv4.ts";
+import type { SlotAddresses } from "./address-plan.ts";
 import type { CompiledPolicy } from "./egress-policy.ts";
-import type { AddressRange } from "./nft.ts";
-import { allowChainOf, outChainOf } from "./ruleset.ts";
+import { blockSet } from "./ruleset.ts";
 import type { RuleCounter } from "./types.ts";
 
 interface Counter {
@@ -10,47 +10,52 @@ interface Counter {
   readonly bytes: number;
 }
 
-/** Counters of a chain's rules in their order, from `nft --json`. */
-async function chainCounters(table: string, chain: string): Promise<Counter[]> {
-  const output = await runCommand(["nft", "--json", "list", "chain", "inet", table, chain]);
-  const listing = JSON.parse(output) as {
-    nftables: { rule?: { expr: { counter?: Counter }[] } }[];
-  };
-  return listing.nftables.flatMap(({ rule }) => rule?.expr.flatMap(({ counter }) => counter ?? []) ?? []);
+/** Counters of a set's elements, as `nft get element` prints them (this command knows no JSON output). */
+async function elementCounters(
+  table: string,
+  set: string,
+  keys: readonly string[],
+): Promise<Map<string, Counter>> {
+  const output = await runCommand(["nft", "get", "element", "inet", table, set, `{ ${keys.join(", ")} }`]);
+  const counters = new Map<string, Counter>();
+  for (const [, key = "", packets, bytes] of output.matchAll(
+    /([\d.]+(?: \. [\d.]+)?) counter packets (\d+) bytes (\d+)/g,
+  )) {
+    counters.set(key, { packets: Number(packets), bytes: Number(bytes) });
+  }
+  return counters;
 }
 
-function describe(
-  verdict: string,
-  ranges: readonly AddressRange[],
-  counters: readonly Counter[],
-): RuleCounter[] {
-  const text = ranges.map(({ first, last }) =>
-    first === last ? formatIpv4(first) : `${formatIpv4(first)}-${formatIpv4(last)}`,
-  );
-  // Many ranges share one rule.
-  const names = counters.length === text.length ? text : [text.join(" ")];
-  return names.map((name, i) => ({
-    rule: `${verdict} ${name}`,
-    packets: counters[i]?.packets ?? 0,
-    bytes: counters[i]?.bytes ?? 0,
-  }));
+async function blockCounters(
+  table: string,
+  slot: SlotAddresses,
+  kind: "allow" | "deny",
+  blocks: readonly Ipv4Cidr[],
+): Promise<RuleCounter[]> {
+  const rules: RuleCounter[] = [];
+  for (const [prefixLength, group] of Map.groupBy(blocks, (block) => block.prefixLength)) {
+    const keyOf = (block: Ipv4Cidr) => `${formatIpv4(slot.hostAddress)} . ${formatIpv4(block.base)}`;
+    const counters = await elementCounters(table, blockSet(kind, prefixLength), group.map(keyOf));
+    for (const block of group) {
+      const counter = counters.get(keyOf(block)) ?? { packets: 0, bytes: 0 };
+      rules.push({ rule: `${kind} ${formatCidr(block)}`, ...counter });
+    }
+  }
+  return rules;
 }
 
-/** The rules that a policy has in the host's table, with their counters. */
+/** What the host's table has counted for a slot with the policy. */
 export async function readPolicyCounters(
   table: string,
-  slotIndex: number,
+  slot: SlotAddresses,
   policy: CompiledPolicy,
-): Promise<{ rules: RuleCounter[] }> {
-  if (policy.deny.length === 0) return { rules: [] };
-  const out = await chainCounters(table, outChainOf(slotIndex));
-  const allow = policy.allow.length === 0 ? [] : await chainCounters(table, allowChainOf(slotIndex));
-  const rest = out.at(-1) ?? { packets: 0, bytes: 0 };
+): Promise<{ rules: RuleCounter[]; refused: Counter }> {
+  const own = formatIpv4(slot.hostAddress);
   return {
     rules: [
-      ...(policy.allow.length === 0 ? [] : describe("allow", policy.allow, allow)),
-      ...describe("deny", policy.deny, out.slice(0, -1)),
-      { rule: "allow the rest", packets: rest.packets, bytes: rest.bytes },
+      ...(await blockCounters(table, slot, "allow", policy.allow)),
+      ...(await blockCounters(table, slot, "deny", policy.deny)),
     ],
+    refused: (await elementCounters(table, "refused", [own])).get(own) ?? { packets: 0, bytes: 0 },
   };
 }

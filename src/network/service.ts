@@ -23,13 +23,7 @@ import {
   VM_LINK,
 } from "./address-plan.ts";
 import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
-import {
-  type CompiledPolicy,
-  compilePolicy,
-  DEFAULT_POLICY,
-  type EgressPolicy,
-  inRanges,
-} from "./egress-policy.ts";
+import { type CompiledPolicy, compilePolicy, DEFAULT_POLICY, type EgressPolicy } from "./egress-policy.ts";
 import { chooseDnsServer, enableForwarding, ownLocalAddress, requireHostSupport } from "./host.ts";
 import type { Batch } from "./nft.ts";
 import { WarmPool } from "./pool.ts";
@@ -484,7 +478,7 @@ class Service implements NetworkService {
     return {
       slotIndex: state.addresses.index,
       allowsWeb: (name) => allows("filtered", (policy) => policy.allowsName(name)),
-      allowsAddress: (to) => allows("filtered", (policy) => inRanges(policy.allow, to)),
+      allowsAddress: (to) => allows("filtered", (policy) => policy.allowsAddress(to)),
       allowsQuery: (name) => allows("restricted", (policy) => policy.allowsName(name)),
     };
   }
@@ -495,7 +489,7 @@ class Service implements NetworkService {
       policy: policy.policy,
       restricted: policy.restricted,
       filtered: policy.filtered,
-      ...(await readPolicyCounters(this.#plan.tableName, state.addresses.index, policy)),
+      ...(await readPolicyCounters(this.#plan.tableName, state.addresses, policy)),
       proxiedConnections: this.#egress?.openConnections(state.addresses.hostAddress) ?? 0,
     };
   }

@@ -31,7 +31,7 @@ export interface NetworkSlot extends AsyncDisposable {
 }
 
 export interface RuleCounter {
-  /** `allow 203.0.113.0-203.0.113.255` and the like. */
+  /** `allow 203.0.113.0/24` and the like. */
   readonly rule: string;
   readonly packets: number;
   readonly bytes: number;
@@ -43,8 +43,13 @@ export interface SlotPolicyReport {
   readonly restricted: boolean;
   /** HTTP and TLS go through the node's egress proxy. */
   readonly filtered: boolean;
-  /** First packets of connections per rule (packets of established ones pass before the rules). */
+  /**
+   * Packets per address rule: the first ones of connections, those of established ones are not looked at.
+   * Restricted: what no rule allows is in `refused`. Connections by name do not come here.
+   */
   readonly rules: readonly RuleCounter[];
+  /** Packets refused for whatever reason, the node's own denials included. */
+  readonly refused: { readonly packets: number; readonly bytes: number };
   readonly proxiedConnections: number;
 }
 
