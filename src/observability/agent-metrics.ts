@@ -1,5 +1,6 @@
 import http from "node:http";
 import { z } from "zod";
+import { AGENT_PORT } from "../sandbox/types.ts";
 import type { SandboxMetric } from "./types.ts";
 
 const MAX_BYTES = 64 * 1024;
@@ -17,7 +18,7 @@ const AgentMetrics = z.object({
 
 /** Where a guest agent is reached, and with what. */
 export interface AgentTarget {
-  /** `host` or `host:port`. */
+  /** `host` (the agent's own port) or `host:port`. */
   readonly address: string;
   readonly token?: string;
 }
@@ -28,7 +29,7 @@ function get(target: AgentTarget, path: string, timeoutMs: number): Promise<stri
     const request = http.request(
       {
         host,
-        port,
+        port: port ?? AGENT_PORT,
         path,
         // A pooled connection could belong to an earlier life of the VM.
         agent: false,

@@ -1266,14 +1266,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
         }
         const seconds = Math.max(entry.record.timeoutSeconds, this.#options.autoResumeMinTimeoutSeconds);
         this.#operate(entry, "resuming", () => this.#resume(entry, seconds)).catch(() => undefined);
-      } else if (entry.state !== "resuming") {
+      } else if (entry.state !== "resuming" && !(entry.state === "pausing" && entry.record.autoResume)) {
         throw new AenvError({
           code: "sandbox_not_running",
           status: 410,
           message: `sandbox ${id} is ${entry.state}`,
         });
       }
-      const { operation } = entry;
+      const { operation, state } = entry;
       try {
         await this.#settled(entry, deadline);
       } catch (cause) {
@@ -1284,6 +1284,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
           cause,
         });
       }
+      // The pause that traffic met has ended: well, and it is to be resumed, or badly, and it runs.
+      if (state === "pausing") continue;
       try {
         await operation;
       } catch (cause) {
