@@ -17,6 +17,7 @@ import {
   type Guest,
   type GuestAgent,
   type GuestOrder,
+  inside,
   makeInternet,
   type Program,
   run,
@@ -72,6 +73,7 @@ beforeAll(async () => {
   buildTapCable(root);
   const addresses = [DNS_SERVER, OTHER_DNS, GOOD, WILD, EVIL, PRIVATE, HIGH, LAST];
   internet = makeInternet(root, HOST_WAN, GATEWAY, addresses);
+  inside(internet, "ip", "route", "add", "unreachable", "198.51.100.99");
   [servers, hostServer, dns, wan] = await Promise.all([
     startProgram(
       internet,
@@ -94,6 +96,7 @@ beforeAll(async () => {
       `inside.wild.example=${PRIVATE}`,
       `host.wild.example=${HOST_WAN}`,
       `mixed.wild.example=${PRIVATE},${WILD}`,
+      "dead.wild.example=198.51.100.99",
       "empty.wild.example=-",
       "broken.wild.example=fail",
     ),
@@ -589,6 +592,30 @@ describe("the egress proxy", () => {
     expect(grownMiB).toBeLessThan(150);
   }, 60_000);
 
+  test("guests that do not read cost a bounded amount of memory; a destination that is not there is no hang", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire(parseEgressPolicy(WEB));
+    await using guest = await startGuest(slot);
+    await expectAll(guest, [http("dead.wild.example", "198.51.100.99", "lost")]);
+    const memory = process.memoryUsage().rss;
+    const stalled = await guest.do({
+      op: "many",
+      count: 40,
+      address: GOOD,
+      port: 80,
+      sendHex: hex("GET / HTTP/1.1\r\nHost: good.example\r\nX-Pump: 1\r\n\r\n"),
+      stall: true,
+      until: "never",
+      timeoutMs: 2000,
+    });
+    expect(stalled.received).toBe("0");
+    expect((await slot.policyReport()).proxiedConnections).toBe(40);
+    const grownMiB = (process.memoryUsage().rss - memory) / 1024 ** 2;
+    console.log(`measured: ${grownMiB.toFixed(0)} MiB more for 40 proxied connections that nobody reads`);
+    expect(grownMiB).toBeLessThan(60);
+    await expectAll(guest, [http("good.example", GOOD, "open")]);
+  }, 30_000);
+
   test("a slot's connections end with it; its next holder has nothing of them", async () => {
     await using service = await startService({
       pool: { lowWatermark: 0, highWatermark: 1, maintenance: false },
@@ -727,6 +754,41 @@ describe("a server that ends", () => {
     await using _adopted = await service.adopt(slot.index);
     expect(await guest.do(flow("straight", GOOD, 7000, "two"))).toMatchObject({ outcome: "open" });
     await expectAll(guest, [tcp(WILD, 80, "refused"), tcp(EVIL, 80, "open")]);
+  }, 30_000);
+
+  test("a host whose FORWARD chain drops, as docker makes it: guests get through, and nothing stays", async () => {
+    if (Bun.which("iptables") === null) {
+      console.warn("skipped: docker's forward chain: needs iptables");
+      return;
+    }
+    run("iptables", "-N", "DOCKER-USER");
+    run("iptables", "-A", "DOCKER-USER", "-j", "RETURN");
+    run("iptables", "-A", "FORWARD", "-j", "DOCKER-USER");
+    run("iptables", "-P", "FORWARD", "DROP");
+    const before = run("iptables", "-S");
+    try {
+      for (let round = 0; round < 2; round++) {
+        await using service = await startService();
+        await using slot = await service.acquire(parseEgressPolicy({ denyOut: [EVIL] }));
+        await using guest = await startGuest(slot);
+        await expectAll(guest, [
+          tcp(GOOD, 80, "open"),
+          tcp(EVIL, 80, "refused"),
+          tcp(PRIVATE, 80, "refused"),
+        ]);
+        expect(run("iptables", "-S", "DOCKER-USER").match(/agentenv-10\.11\.0\.0/g)).toHaveLength(2);
+      }
+      // What a killed server left is not left twice.
+      const { child, slot } = await otherServer({});
+      child.kill("SIGKILL");
+      await child.exited;
+      await using service = await startService({}, [{ index: slot.index }]);
+      expect(run("iptables", "-S", "DOCKER-USER").match(/agentenv-10\.11\.0\.0/g)).toHaveLength(2);
+      await (await service.adopt(slot.index))[Symbol.asyncDispose]();
+    } finally {
+      expect(run("iptables", "-S")).toBe(before);
+      run("nft", "delete", "table", "ip", "filter");
+    }
   }, 30_000);
 
   test("other people's rules are as they were", async () => {

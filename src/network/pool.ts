@@ -131,7 +131,7 @@ export class WarmPool<T> implements AsyncDisposable {
   async #work(): Promise<void> {
     try {
       while (!this.#closed && this.#idle.length < this.#target) this.#idle.push(await this.#create());
-      while (!this.#closed && this.#idle.length > this.#ceiling) await this.#destroy(this.#idle.shift()!);
+      while (!this.#closed && this.#idle.length > this.#ceiling) await this.#destroy(this.#idle.pop()!);
       this.#pauseMs = 0;
     } catch (error) {
       this.#pauseMs = Math.min(Math.max(2 * this.#pauseMs, FIRST_PAUSE_MS), LAST_PAUSE_MS);

@@ -162,6 +162,32 @@ afterEach(() => {
   expect(existsSync(netnsDir) ? readdirSync(netnsDir) : []).toEqual([]);
 });
 
+/** A process that makes slots and waits; resolves with their indices. */
+async function otherProcess(options: NetworkServiceOptions, slots: number) {
+  const program = `
+    import { createNetworkService } from ${JSON.stringify(join(import.meta.dir, "index.ts"))};
+    import { createLogger } from ${JSON.stringify(join(import.meta.dir, "../lib/log.ts"))};
+    const service = createNetworkService(${JSON.stringify(options)}, createLogger("other"));
+    await service.start([]);
+    const slots = await Promise.all(Array.from({ length: ${slots} }, () => service.acquire()));
+    console.log(JSON.stringify(slots.map((slot) => slot.index).sort()));
+    setInterval(() => slots.length, 1000);
+  `;
+  const script = join(root, "other.ts");
+  writeFileSync(script, program);
+  const child = Bun.spawn([process.execPath, script], { stdout: "pipe", stderr: "inherit" });
+  const reader = child.stdout.getReader();
+  const line = Buffer.from((await reader.read()).value ?? []).toString();
+  return { child, indices: JSON.parse(line) as number[] };
+}
+
+async function killed(options: NetworkServiceOptions, slots: number): Promise<number[]> {
+  const { child, indices } = await otherProcess(options, slots);
+  child.kill("SIGKILL");
+  await child.exited;
+  return indices;
+}
+
 describe("slots", () => {
   test("20 at once: own indices, addresses and namespaces; nothing is left of them", async () => {
     await using service = await startService();
@@ -209,6 +235,27 @@ describe("slots", () => {
     console.log(`measured: ${median.toFixed(1)} ms for one network slot (median of 5)`);
     expect(median).toBeLessThan(500);
   });
+
+  test("warm pool: taken from, filled up, given back to; a killed server's idle slots are removed", async () => {
+    const pool = { lowWatermark: 2, highWatermark: 4 };
+    const idle = async (count: number) => {
+      for (let i = 0; i < 200 && ourDevices().length !== count; i++) await Bun.sleep(10);
+      expect(ourDevices()).toHaveLength(count);
+    };
+    expect(await killed({ ...OPTIONS, pool }, 1)).toHaveLength(1);
+    expect(ourDevices().length).toBeGreaterThanOrEqual(1);
+    await using service = await startService([], { ...OPTIONS, pool });
+    await idle(2);
+    const slots = [await service.acquire(), await service.acquire(), await service.acquire()];
+    await idle(3 + 4);
+    const names = slots.map((slot) => slot.netnsPath);
+    await Promise.all(slots.map((slot) => slot[Symbol.asyncDispose]()));
+    await idle(4);
+    await using again = await service.acquire();
+    expect(names).not.toContain(again.netnsPath);
+    await using guest = await attachGuest(root, again);
+    expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
+  }, 20_000);
 
   test("an index whose device name somebody else has is passed over and left alone", async () => {
     run("ip", "link", "add", "veth-1", "type", "bridge");
@@ -355,32 +402,6 @@ describe("packets", () => {
 });
 
 describe("earlier and other processes", () => {
-  /** A process that makes slots and waits; resolves with their indices. */
-  async function otherProcess(options: NetworkServiceOptions, slots: number) {
-    const program = `
-      import { createNetworkService } from ${JSON.stringify(join(import.meta.dir, "index.ts"))};
-      import { createLogger } from ${JSON.stringify(join(import.meta.dir, "../lib/log.ts"))};
-      const service = createNetworkService(${JSON.stringify(options)}, createLogger("other"));
-      await service.start([]);
-      const slots = await Promise.all(Array.from({ length: ${slots} }, () => service.acquire()));
-      console.log(JSON.stringify(slots.map((slot) => slot.index).sort()));
-      setInterval(() => slots.length, 1000);
-    `;
-    const script = join(root, "other.ts");
-    writeFileSync(script, program);
-    const child = Bun.spawn([process.execPath, script], { stdout: "pipe", stderr: "inherit" });
-    const reader = child.stdout.getReader();
-    const line = Buffer.from((await reader.read()).value ?? []).toString();
-    return { child, indices: JSON.parse(line) as number[] };
-  }
-
-  async function killed(options: NetworkServiceOptions, slots: number): Promise<number[]> {
-    const { child, indices } = await otherProcess(options, slots);
-    child.kill("SIGKILL");
-    await child.exited;
-    return indices;
-  }
-
   test("what a killed process left is removed, but for the slots to keep, which work on", async () => {
     expect(await killed(OPTIONS, 3)).toEqual([1, 2, 3]);
     expect(ourDevices()).toHaveLength(3);

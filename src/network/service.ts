@@ -1,7 +1,7 @@
 import { lstat, mkdir, readdir, readlink, rm, symlink } from "node:fs/promises";
 import { join } from "node:path";
 import { netGroupDevices, netNamespaceRules, netSlotCreate, netSlotDestroy } from "../../ffi/netns.ts";
-import { runCommand, tryCommand } from "../lib/command.ts";
+import { runCommand } from "../lib/command.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
 import { newId } from "../lib/ids.ts";
@@ -22,6 +22,7 @@ import {
   tableNameOf,
   VM_LINK,
 } from "./address-plan.ts";
+import { closeDockerForward, openDockerForward } from "./docker-forward.ts";
 import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
 import { type CompiledPolicy, compilePolicy, DEFAULT_POLICY, type EgressPolicy } from "./egress-policy.ts";
 import { chooseDnsServer, enableForwarding, ownLocalAddress, requireHostSupport } from "./host.ts";
@@ -145,7 +146,7 @@ class Service implements NetworkService {
       writer: undo.use(new RuleWriter(this.#plan.tableName)),
       flows: undo.use(new FlowTable()),
     };
-    await this.#warnOfForeignForwardPolicy();
+    await openDockerForward(this.#options.hostInteractionCidr, this.#plan.tableName, this.#log);
     await this.#removeLeftovers(new Set(kept.keys()));
     await this.#restorePolicies(kept);
     this.#locks = undo.move();
@@ -185,6 +186,7 @@ class Service implements NetworkService {
         return;
       }
       await removeTable(this.#plan.tableName);
+      await closeDockerForward(this.#plan.tableName);
       await ownLocalAddress(this.#plan.egressAddress, false);
     } finally {
       await this.#locks?.disposeAsync();
@@ -233,18 +235,6 @@ class Service implements NetworkService {
         cause,
       });
     }
-  }
-
-  /** Another table's drop is final in nftables: ours cannot let a packet through that it refuses. */
-  async #warnOfForeignForwardPolicy(): Promise<void> {
-    const chain = await tryCommand(["nft", "list", "chain", "ip", "filter", "FORWARD"]);
-    if (chain.exitCode !== 0 || !/policy drop/.test(chain.stdout)) return;
-    this.#log.warn(
-      { group: this.#plan.deviceGroup },
-      "the host's FORWARD chain drops by default (docker does that): guests have no internet until it accepts " +
-        `our pool, e.g. iptables -I FORWARD -s ${this.#options.hostInteractionCidr} -j ACCEPT and ` +
-        `iptables -I FORWARD -d ${this.#options.hostInteractionCidr} -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT`,
-    );
   }
 
   async #removeLeftovers(keep: ReadonlySet<number>): Promise<void> {
@@ -303,6 +293,7 @@ class Service implements NetworkService {
     using _held = lock;
     for (const index of indices) await this.#removeLinkedSlot(`slot-${pool}-${index}`, index, base);
     await removeTable(tableNameOf(base));
+    await closeDockerForward(tableNameOf(base));
     await ownLocalAddress(base, false);
     return indices.size;
   }

@@ -1,6 +1,6 @@
 /**
  * Plays the internet's servers: `tcp:PORT` on every address greets with its own and the client's address,
- * repeats what it hears, says "bye" at the client's end; `udp:ADDRESS:PORT` answers with the client's address.
+ * repeats what it hears (or on "X-Pump" sends zeros without end), says "bye" at the client's end; `udp:ADDRESS:PORT` answers with the client's address.
  * Prints `tcp|udp ADDRESS:PORT CLIENT` per connection or packet. `silent:PORT` accepts and says nothing;
  * `pump:PORT` sends zeros as fast as they are taken; `sink:PORT` swallows, and says how much at the end.
  */
@@ -15,6 +15,7 @@ function listen(port: number, kind: "tcp" | "silent" | "pump" | "sink"): void {
     /** Not taken by the socket yet. */
     rest: Buffer;
     ended: boolean;
+    pumping: boolean;
   }
   const write = (socket: Bun.Socket<State>, bytes: Uint8Array | string) => {
     socket.data.rest = Buffer.concat([socket.data.rest, Buffer.from(bytes as string)]);
@@ -31,17 +32,19 @@ function listen(port: number, kind: "tcp" | "silent" | "pump" | "sink"): void {
     allowHalfOpen: true,
     socket: {
       open(socket) {
-        socket.data = { heard: 0, rest: Buffer.alloc(0), ended: false };
+        socket.data = { heard: 0, rest: Buffer.alloc(0), ended: false, pumping: kind === "pump" };
         console.log(`tcp ${socket.localAddress}:${port} ${socket.remoteAddress}`);
         if (kind === "tcp") write(socket, `hello ${socket.localAddress}:${port}\n`);
         if (kind === "pump") pump(socket);
       },
       data(socket, bytes) {
         socket.data.heard += bytes.length;
-        if (kind === "tcp") write(socket, bytes);
+        if (Buffer.from(bytes).includes("X-Pump")) socket.data.pumping = true;
+        if (socket.data.pumping) pump(socket);
+        else if (kind === "tcp") write(socket, bytes);
       },
       drain(socket) {
-        if (kind === "pump") pump(socket);
+        if (socket.data.pumping) pump(socket);
         else flush(socket);
       },
       end(socket) {

@@ -39,6 +39,7 @@ function tcp(order: Extract<GuestOrder, { op: "tcp" }>): Promise<Partial<GuestAn
     socket: {
       open(socket) {
         connected = true;
+        if (order.stall) socket.pause();
         send(socket);
       },
       drain: send,

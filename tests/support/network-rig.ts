@@ -147,6 +147,8 @@ export interface TcpOrder {
   readonly sendHex?: string;
   /** Sent in this many pieces, 2 ms apart. */
   readonly pieces?: number;
+  /** Reads nothing after the connection is open. */
+  readonly stall?: boolean;
   /** Half-close after sending. */
   readonly end?: boolean;
   /** Answered when this has come; otherwise at the end or the time limit. */
