@@ -84,7 +84,7 @@ const failingDisk: Disk = {
   },
 };
 
-const openStack = (config: ImageConfig) => openStackOn(config, failingDisk);
+const openStack = (config: ImageConfig) => openStackOn(config, { disk: failingDisk });
 
 const SIZE = 256 * 1024;
 

@@ -117,22 +117,25 @@ export function checkVirtualSize(virtualSizeBytes: number, minimum: number): voi
   }
 }
 
+/**
+ * `copy`: what is written comes from other layers, whose mappings may lie behind the virtual size (a smaller layer
+ * over a bigger one, or a size of 0, which inherits) and are kept.
+ */
+export type LayerFileOptions = LayerWriterOptions &
+  Pick<CommitOptions, "compression" | "tar"> & { readonly copy?: boolean };
+
 /** A layer in committed form being written, compressed or not. */
 export class LayerFileWriter implements LayerWriter {
   readonly #target: string;
   readonly #uuid: string | undefined;
-  readonly #virtualSizeBytes: number;
+  readonly #limitBytes: number;
   /** Where the layer begins in the file: behind the tar headers, if any. */
   readonly #payloadOffset: number;
   readonly #output: OutputFile;
   readonly #zfile: ZFileWriter | undefined;
   readonly #writer: CommittedWriter;
 
-  constructor(
-    disk: Disk,
-    target: string,
-    options: LayerWriterOptions & Pick<CommitOptions, "compression" | "tar">,
-  ) {
+  constructor(disk: Disk, target: string, options: LayerFileOptions) {
     checkVirtualSize(options.virtualSizeBytes, 0);
     const identity = {
       virtualSizeBytes: options.virtualSizeBytes,
@@ -141,7 +144,7 @@ export class LayerFileWriter implements LayerWriter {
     };
     this.#target = target;
     this.#uuid = identity.uuid;
-    this.#virtualSizeBytes = options.virtualSizeBytes;
+    this.#limitBytes = options.copy === true ? MAX_DISK_BYTES : options.virtualSizeBytes;
     using cleanup = new DisposableStack();
     this.#output = cleanup.use(new OutputFile(disk, target));
     this.#payloadOffset = options.tar === true ? TAR_HEAD_BYTES : 0;
@@ -162,10 +165,10 @@ export class LayerFileWriter implements LayerWriter {
     ) {
       throw badRequest("invalid_range", `range ${offsetBytes}+${lengthBytes} is not in whole sectors`);
     }
-    if (offsetBytes + lengthBytes > this.#virtualSizeBytes) {
+    if (offsetBytes + lengthBytes > this.#limitBytes) {
       throw badRequest(
         "invalid_range",
-        `range ${offsetBytes}+${lengthBytes} ends behind the virtual size ${this.#virtualSizeBytes}`,
+        `range ${offsetBytes}+${lengthBytes} ends behind the virtual size ${this.#limitBytes}`,
       );
     }
     if (offsetBytes < this.#writer.nextSector * SECTOR_BYTES) {

@@ -45,7 +45,7 @@ function writeLayer(
   options: LayerWriterOptions & CommitOptions,
 ): LayerRef {
   try {
-    using writer = new LayerFileWriter(disk, target, options);
+    using writer = new LayerFileWriter(disk, target, { ...options, copy: true });
     copyMapped(index, sourceOf, writer);
     return writer.finish();
   } catch (error) {

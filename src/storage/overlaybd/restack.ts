@@ -151,6 +151,8 @@ function rollForward(disk: Disk, upper: UpperRef, record: RestackRecord): LayerR
   ) {
     return undefined;
   }
+  // The process may have died between a rename and its sync.
+  disk.syncDirectoriesOf(sealedPath, upper.data, fresh.data);
   return { file: sealedPath, uuid: sealedUuid, size: fileSizeOf(disk, sealedPath) };
 }
 

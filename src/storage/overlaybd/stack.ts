@@ -8,7 +8,7 @@ import { checkVirtualSize } from "./layer-writer.ts";
 import { EMPTY_INDEX, type FlatIndex, findFlat, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
 import { BLOCK_SECTORS, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
 import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
-import { Upper } from "./lsmt/upper.ts";
+import { Upper, type UpperTuning } from "./lsmt/upper.ts";
 import { clearBlankUpper, createUpperFiles } from "./lsmt/upper-files.ts";
 import { openLayer } from "./open-layer.ts";
 import {
@@ -49,6 +49,7 @@ interface Lower {
 
 class Stack implements LayerStack {
   readonly #disk: Disk;
+  readonly #tuning: UpperTuning | undefined;
   #virtualSizeBytes: number;
   readonly #warnings: string[];
   readonly #lowers: Lower[];
@@ -63,14 +64,15 @@ class Stack implements LayerStack {
   readonly #plan = new ReadPlan();
 
   constructor(
-    disk: Disk,
+    options: { readonly disk: Disk; readonly tuning?: UpperTuning | undefined },
     virtualSizeBytes: number,
     lowers: Lower[],
     base: FlatIndex,
     upper: Upper | undefined,
     warnings: readonly string[],
   ) {
-    this.#disk = disk;
+    this.#disk = options.disk;
+    this.#tuning = options.tuning;
     this.#virtualSizeBytes = virtualSizeBytes;
     this.#lowers = lowers;
     this.#base = base;
@@ -313,19 +315,21 @@ class Stack implements LayerStack {
 
   *mappedExtents(
     layers: "all" | "upper",
+    fromBytes = 0,
+    toBytes = this.virtualSizeBytes,
   ): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }> {
     this.#check(0, 0);
     type Extent = { offset: number; length: number; zeroed: boolean };
     const upper = this.#upper?.index;
     const base = layers === "all" ? this.#base : EMPTY_INDEX;
-    const total = this.virtualSizeBytes / SECTOR_BYTES;
+    const total = Math.ceil(Math.min(toBytes, this.virtualSizeBytes) / SECTOR_BYTES);
     const out = (extent: Extent) => ({
       offsetBytes: extent.offset * SECTOR_BYTES,
       lengthBytes: extent.length * SECTOR_BYTES,
       zeroed: extent.zeroed,
     });
     let pending: Extent | undefined;
-    let start = 0;
+    let start = Math.floor(fromBytes / SECTOR_BYTES);
     while (start < total) {
       // Straight to the next mapping, then window by window: the disk may be far bigger than its content.
       const inBase = findFlat(base, start);
@@ -450,7 +454,7 @@ class Stack implements LayerStack {
     let next: Upper;
     try {
       placeFresh(this.#disk, fresh, old);
-      next = new Upper(this.#disk, fresh, { readOnly: false });
+      next = new Upper(this.#disk, fresh, { readOnly: false, tuning: this.#tuning });
     } catch (error) {
       undo.move();
       throw this.#terminal(sealedPath, error);
@@ -579,10 +583,19 @@ export function openLowers(
   };
 }
 
+export interface StackOptions {
+  /** Absent: the host's file system. */
+  readonly disk?: Disk;
+  readonly tuning?: UpperTuning;
+}
+
 /** See OverlaybdRoom.openStack. */
-export function openStack(given: ImageConfig, disk: Disk = hostDisk): LayerStack {
+export function openStack(given: ImageConfig, options: StackOptions = {}): LayerStack {
+  const { disk = hostDisk, tuning } = options;
   if (given.virtualSizeBytes !== undefined) checkVirtualSize(given.virtualSizeBytes, SECTOR_BYTES);
+  const blank = given.upper === undefined ? undefined : clearBlankUpper(disk, given.upper);
   const { config, warnings } = recoverRestack(disk, given);
+  if (blank !== undefined) warnings.push(blank);
   using cleanup = new DisposableStack();
   const opened = cleanup.use(openLowers(disk, config.lowers));
   const wanted = config.virtualSizeBytes ?? opened.inheritedSizeBytes;
@@ -594,8 +607,6 @@ export function openStack(given: ImageConfig, disk: Disk = hostDisk): LayerStack
     );
   let upper: Upper | undefined;
   if (config.upper !== undefined) {
-    const blank = clearBlankUpper(disk, config.upper);
-    if (blank !== undefined) warnings.push(blank);
     if (!disk.exists(config.upper.data)) {
       if (wanted === 0) throw noSize();
       createUpperFiles(disk, config.upper, {
@@ -604,7 +615,13 @@ export function openStack(given: ImageConfig, disk: Disk = hostDisk): LayerStack
         durability: "unsynced",
       });
     }
-    upper = cleanup.use(new Upper(disk, config.upper, { readOnly: false, inheritedSizeBytes: wanted }));
+    upper = cleanup.use(
+      new Upper(disk, config.upper, { readOnly: false, inheritedSizeBytes: wanted, tuning }),
+    );
+  }
+  // Asked to be bigger than it is: what `grow` does, or had begun.
+  if (upper !== undefined && config.virtualSizeBytes !== undefined) {
+    if (upper.virtualSizeBytes < config.virtualSizeBytes) upper.grow(config.virtualSizeBytes);
   }
   const size = upper === undefined || upper.virtualSizeBytes === 0 ? wanted : upper.virtualSizeBytes;
   if (size === 0) throw noSize();
@@ -623,7 +640,7 @@ export function openStack(given: ImageConfig, disk: Disk = hostDisk): LayerStack
       `upper ${upper.ref.data} was made over layer ${upper.parentUuid}, the topmost lower is ${opened.topUuid}`,
     );
   }
-  const stack = new Stack(disk, size, opened.lowers, opened.base, upper, warnings);
+  const stack = new Stack({ disk, tuning }, size, opened.lowers, opened.base, upper, warnings);
   cleanup.move();
   return stack;
 }

@@ -31,7 +31,7 @@ export interface ImageConfig {
   readonly upper?: UpperRef;
   /**
    * Size of the virtual disk in bytes. Absent: inherited from the topmost lower that has one.
-   * Required when there is no lower.
+   * Required when there is no lower. Bigger than an existing upper's: the upper is grown.
    */
   readonly virtualSizeBytes?: number;
 }
@@ -63,9 +63,14 @@ export interface LayerStack extends Disposable {
   discard(offsetBytes: number, lengthBytes: number): void;
   /** Everything written before is on stable storage when this returns. */
   flush(): void;
-  /** Ranges that hold data or explicit zeros in the layers given by `layers` ("all", or the upper alone). */
+  /**
+   * Ranges that hold data or explicit zeros in the layers given by `layers` ("all", or the upper alone), in order;
+   * of the whole disk or of a part of it, cut off at its ends.
+   */
   mappedExtents(
     layers: "all" | "upper",
+    fromBytes?: number,
+    toBytes?: number,
   ): Generator<{ offsetBytes: number; lengthBytes: number; zeroed: boolean }>;
   /**
    * Live snapshot: seals the upper in place (its data file becomes a read-only layer, renamed to
@@ -94,12 +99,16 @@ export interface LayerStack extends Disposable {
    * returned function is called.
    */
   pin(): () => void;
-  /** Makes the disk bigger: upper and stack, durable when it returns. Shrinking is refused. */
+  /**
+   * Makes the disk bigger: upper and stack, durable when it returns. Shrinking is refused. Store the image config
+   * with the new size first: opening it completes what a crash interrupted.
+   */
   grow(virtualSizeBytes: number): void;
   /**
    * Puts `merged`, made of the `count` lowers from `first` on (0 = bottom) by `mergeLayers` or a `MergeJob`, in
    * their place, between two requests. Returns the layers it stands for. Their files must stay until the
-   * new `image` has been stored; until then the old one still opens.
+   * new `image` has been stored; until then the old one still opens. It must be stored before the next restack
+   * or seal.
    */
   swapLowers(swap: { readonly first: number; readonly count: number; readonly merged: LayerRef }): LayerRef[];
   stats(): StackStats;
@@ -178,6 +187,13 @@ export interface LayerWriter extends Disposable {
   zero(offsetBytes: number, lengthBytes: number): void;
   finish(): LayerRef;
   abort(): void;
+}
+
+/** A merge of layers in steps of about `budgetBytes` of copying. */
+export interface MergeJob extends Disposable {
+  step(budgetBytes: number): { readonly done: boolean; readonly movedBytes: number };
+  /** After the last step: the layer, synced and in place. */
+  finish(): LayerRef;
 }
 
 export interface OverlaybdRoom {

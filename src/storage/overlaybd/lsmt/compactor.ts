@@ -3,7 +3,7 @@ import type { CompactProgress } from "../types.ts";
 import type { ChunkedIndex } from "./chunked-index.ts";
 import { BLOCK_BYTES, encodeMapping, MAPPING_BYTES, SECTOR_BYTES } from "./format.ts";
 import type { IndexLog } from "./index-log.ts";
-import { SEGMENT_SECTORS, type SegmentTable } from "./segments.ts";
+import type { SegmentTable } from "./segments.ts";
 
 /**
  * Keeps an upper that rewrites the same blocks from growing. In the order of cost:
@@ -28,13 +28,14 @@ const SCAN_BYTES = 16;
 /** What giving back one segment's blocks counts. */
 const PUNCH_BYTES = 64 * 1024;
 /** Entries an index file may have beyond twice the mappings (256 KiB). */
-const INDEX_SLACK = 16384;
+export const INDEX_SLACK = 16384;
 const INDEX_BATCH = 8192;
 
 export interface CompactorHost {
   readonly index: ChunkedIndex;
   readonly segments: () => SegmentTable;
   readonly log: () => IndexLog;
+  readonly indexSlack: number;
   readonly flushing: () => boolean;
   /** Header block of a new index file. */
   readonly header: () => Uint8Array;
@@ -74,11 +75,12 @@ export class Compactor {
   /** More space is taken than it should be. */
   #over(): boolean {
     const { dataSectors } = this.#host.index;
-    return this.#host.segments().hostSectors > dataSectors * TRIGGER + SEGMENT_SECTORS;
+    const segments = this.#host.segments();
+    return segments.hostSectors > dataSectors * TRIGGER + segments.segmentSectors;
   }
 
   #indexOver(): boolean {
-    return this.#host.log().entries > 2 * this.#host.index.count + INDEX_SLACK;
+    return this.#host.log().entries > 2 * this.#host.index.count + this.#host.indexSlack;
   }
 
   get due(): boolean {
@@ -126,6 +128,7 @@ export class Compactor {
   /** Moves what the next mappings have in segments that are being emptied. */
   #empty(budgetBytes: number, spent: { work: number; moved: number }): void {
     const victims = this.#victims!;
+    const { segmentSectors } = this.#host.segments();
     const found: { offset: number; length: number; moffset: number }[] = [];
     let foundBytes = 0;
     let scanned = 0;
@@ -139,8 +142,8 @@ export class Compactor {
         return;
       }
       for (let at = moffset; at < moffset + length; ) {
-        const segment = Math.floor(at / SEGMENT_SECTORS);
-        const end = Math.min(moffset + length, (segment + 1) * SEGMENT_SECTORS);
+        const segment = Math.floor(at / segmentSectors);
+        const end = Math.min(moffset + length, (segment + 1) * segmentSectors);
         if (victims.has(segment)) {
           const last = found.at(-1);
           const virtual = offset + (at - moffset);

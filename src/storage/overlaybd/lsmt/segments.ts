@@ -1,6 +1,6 @@
 import { BLOCK_SECTORS } from "./format.ts";
 
-/** Unit in which space of an upper's data file is accounted for and used again (4 MiB). */
+/** Unit in which space of an upper's data file is accounted for and used again (4 MiB), unless tests say else. */
 export const SEGMENT_SECTORS = 8192;
 
 const USED = 0;
@@ -16,6 +16,7 @@ const FREE_HOLE = 2;
  * `endFlush`). Sectors handed out by `reserve` count as mapped until they are mapped or released.
  */
 export class SegmentTable {
+  readonly segmentSectors: number;
   #live = new Uint32Array(16);
   #state = new Uint8Array(16);
   #fileEnd: number;
@@ -30,7 +31,8 @@ export class SegmentTable {
   #holeSectors = 0;
 
   /** `fileEnd`: where the data file ends; nothing is mapped yet. */
-  constructor(fileEnd: number) {
+  constructor(fileEnd: number, segmentSectors = SEGMENT_SECTORS) {
+    this.segmentSectors = segmentSectors;
     this.#fileEnd = fileEnd;
     this.#head = fileEnd;
     this.#headLimit = Number.POSITIVE_INFINITY;
@@ -57,7 +59,7 @@ export class SegmentTable {
   }
 
   get segmentCount(): number {
-    return Math.ceil(this.#fileEnd / SEGMENT_SECTORS);
+    return Math.ceil(this.#fileEnd / this.segmentSectors);
   }
 
   isUsed(segment: number): boolean {
@@ -66,7 +68,7 @@ export class SegmentTable {
 
   /** The next write goes there. It is left with its last sectors just written, so it never is left empty. */
   isHead(segment: number): boolean {
-    return this.#head < this.#headLimit && segment === Math.floor(this.#head / SEGMENT_SECTORS);
+    return this.#head < this.#headLimit && segment === Math.floor(this.#head / this.segmentSectors);
   }
 
   live(segment: number): number {
@@ -74,16 +76,16 @@ export class SegmentTable {
   }
 
   start(segment: number): number {
-    return segment === 0 ? BLOCK_SECTORS : segment * SEGMENT_SECTORS;
+    return segment === 0 ? BLOCK_SECTORS : segment * this.segmentSectors;
   }
 
   /** Sectors of the segment that exist. */
   size(segment: number): number {
-    return Math.max(0, Math.min((segment + 1) * SEGMENT_SECTORS, this.#fileEnd) - this.start(segment));
+    return Math.max(0, Math.min((segment + 1) * this.segmentSectors, this.#fileEnd) - this.start(segment));
   }
 
   #reach(end: number): void {
-    const count = Math.ceil(end / SEGMENT_SECTORS) + 1;
+    const count = Math.ceil(end / this.segmentSectors) + 1;
     if (count <= this.#live.length) return;
     const live = new Uint32Array(count * 2);
     const state = new Uint8Array(count * 2);
@@ -96,8 +98,8 @@ export class SegmentTable {
   /** Counts sectors as mapped. */
   add(offset: number, length: number): void {
     for (let at = offset; at < offset + length; ) {
-      const segment = Math.floor(at / SEGMENT_SECTORS);
-      const part = Math.min(offset + length, (segment + 1) * SEGMENT_SECTORS) - at;
+      const segment = Math.floor(at / this.segmentSectors);
+      const part = Math.min(offset + length, (segment + 1) * this.segmentSectors) - at;
       this.#live[segment] = this.#live[segment]! + part;
       at += part;
     }
@@ -106,8 +108,8 @@ export class SegmentTable {
   /** The sectors are mapped no more. */
   remove(offset: number, length: number): void {
     for (let at = offset; at < offset + length; ) {
-      const segment = Math.floor(at / SEGMENT_SECTORS);
-      const part = Math.min(offset + length, (segment + 1) * SEGMENT_SECTORS) - at;
+      const segment = Math.floor(at / this.segmentSectors);
+      const part = Math.min(offset + length, (segment + 1) * this.segmentSectors) - at;
       const left = this.#live[segment]! - part;
       if (left < 0)
         throw new Error(`internal error, please report: segment ${segment} counts ${left} sectors`);
@@ -129,7 +131,7 @@ export class SegmentTable {
     if (this.#head >= this.#headLimit || this.#atFreshSegment()) this.#moveHead();
     let room = this.#headLimit - this.#head;
     if (room === Number.POSITIVE_INFINITY && this.#free.length > 0) {
-      room = (Math.floor(this.#head / SEGMENT_SECTORS) + 1) * SEGMENT_SECTORS - this.#head;
+      room = (Math.floor(this.#head / this.segmentSectors) + 1) * this.segmentSectors - this.#head;
     }
     const offset = this.#head;
     const length = Math.min(sectors, most, room);
@@ -145,7 +147,7 @@ export class SegmentTable {
     return (
       this.#headLimit === Number.POSITIVE_INFINITY &&
       this.#free.length > 0 &&
-      this.#head % SEGMENT_SECTORS === 0
+      this.#head % this.segmentSectors === 0
     );
   }
 
@@ -160,7 +162,7 @@ export class SegmentTable {
       else this.#freeSectors -= size;
       this.#state[next] = USED;
       this.#head = this.start(next);
-      this.#headLimit = (next + 1) * SEGMENT_SECTORS;
+      this.#headLimit = (next + 1) * this.segmentSectors;
     }
   }
 

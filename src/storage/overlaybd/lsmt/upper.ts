@@ -4,7 +4,7 @@ import { badRequest, invalidLayer } from "../errors.ts";
 import type { ReadSource } from "../source.ts";
 import type { CompactProgress, PendingFlush, UpperMode, UpperRef } from "../types.ts";
 import { ChunkedIndex } from "./chunked-index.ts";
-import { Compactor } from "./compactor.ts";
+import { Compactor, INDEX_SLACK } from "./compactor.ts";
 import { isMarkedIndexHeader } from "./epochs.ts";
 import { EMPTY_INDEX, type FlatIndex, ZEROED_TAG } from "./flat-index.ts";
 import {
@@ -39,11 +39,20 @@ import { encodeIndex } from "./writer.ts";
 const WRITE_SECTORS = 8192;
 const REPLAY_MAPPINGS = 1 << 16;
 
+/** Sizes that decide when compaction has something to do. */
+export interface UpperTuning {
+  readonly segmentSectors?: number;
+  /** Entries an index file may have beyond twice the mappings. */
+  readonly indexSlack?: number;
+}
+
 export interface OpenUpperOptions {
   /** Nothing is changed on disk: a damaged tail is skipped, not cut off. */
   readonly readOnly: boolean;
   /** Size that an upper of size 0 takes. Undefined: it stays 0. */
   readonly inheritedSizeBytes?: number | undefined;
+  /** Smaller than usual, for tests. */
+  readonly tuning?: UpperTuning | undefined;
 }
 
 /** A part of a write: `length` sectors of the disk from `offset`, kept at sector `moffset` of the data file. */
@@ -75,6 +84,7 @@ export class Upper implements Disposable {
   readonly #disk: Disk;
   readonly #data: DiskFile;
   readonly #readOnly: boolean;
+  readonly #tuning: UpperTuning;
   #log: IndexLog | undefined;
   /** The index header carries the mark of epochs.ts. */
   #marked = false;
@@ -101,6 +111,7 @@ export class Upper implements Disposable {
     this.ref = ref;
     this.#disk = disk;
     this.#readOnly = options.readOnly;
+    this.#tuning = options.tuning ?? {};
     using cleanup = new DisposableStack();
     const open = (name: string): DiskFile => {
       let file: DiskFile;
@@ -127,7 +138,7 @@ export class Upper implements Disposable {
     }
     this.#header = this.#readDataHeader();
     this.mode = this.#modeOf(this.#header);
-    this.#segments = new SegmentTable(Math.ceil(data.size() / SECTOR_BYTES));
+    this.#segments = this.#newSegments(Math.ceil(data.size() / SECTOR_BYTES));
     const self = this;
     this.source = {
       name: ref.data,
@@ -157,7 +168,7 @@ export class Upper implements Disposable {
       [Symbol.dispose]: () => data.close(),
     };
     if (this.mode === "sparse") {
-      if (this.#unseal() && !this.#readOnly) this.#cutTrailer();
+      this.#unseal(this.#readTrailer());
     } else {
       this.#openIndex(open);
       cleanup.defer(() => this.#log?.file.close());
@@ -168,6 +179,10 @@ export class Upper implements Disposable {
     else this.#countSegments();
     if (this.mode !== "sparse" && !options.readOnly) this.#compactor = this.#makeCompactor();
     cleanup.move();
+  }
+
+  #newSegments(fileEnd: number): SegmentTable {
+    return new SegmentTable(fileEnd, this.#tuning.segmentSectors);
   }
 
   get uuid(): string | undefined {
@@ -217,8 +232,8 @@ export class Upper implements Disposable {
   /** Opens, judges and replays the index file; makes it again where that loses nothing. */
   #openIndex(open: (name: string) => DiskFile): void {
     const name = indexPathOf(this.ref);
-    const sealed = this.#unseal();
-    if (!this.#disk.exists(name)) this.#restoreIndex(name, sealed);
+    const trailer = this.#readTrailer();
+    if (!this.#disk.exists(name)) this.#restoreIndex(name, trailer);
     let file = open(name);
     try {
       let block = readBytes(file, 0, BLOCK_BYTES);
@@ -243,12 +258,15 @@ export class Upper implements Disposable {
         );
       }
       this.#log = log;
-      this.#replay(log);
+      const end = this.#replay(log);
+      // Data was put behind it: an earlier sealing was given up, and its remains happen to end the file.
+      this.#unseal(
+        trailer !== undefined && trailer.indexOffsetBytes < end * SECTOR_BYTES ? undefined : trailer,
+      );
     } catch (error) {
       file.close();
       throw error;
     }
-    if (sealed !== undefined && !this.#readOnly) this.#cutTrailer();
   }
 
   #checkIndexHeader(file: string, block: Uint8Array): LsmtBlock {
@@ -306,29 +324,26 @@ export class Upper implements Disposable {
 
   /**
    * An upper whose sealing was not followed by a rename goes on as an upper. Sealing flushes first, so its
-   * index file says all the sealed index says; index and trailer are left out (and cut off, `#cutTrailer`).
+   * index file says all the sealed index says; index and trailer are left out and cut off.
    */
-  #unseal(): LsmtBlock | undefined {
-    const trailer = this.#readTrailer();
-    if (trailer === undefined) return undefined;
+  #unseal(trailer: LsmtBlock | undefined): void {
+    if (trailer === undefined) return;
     this.warnings.push(`${this.ref.data} was sealed but not published: it goes on as a writable layer`);
-    this.#segments = new SegmentTable(trailer.indexOffsetBytes / SECTOR_BYTES);
-    return trailer;
-  }
-
-  #cutTrailer(): void {
+    this.#segments = this.#newSegments(trailer.indexOffsetBytes / SECTOR_BYTES);
+    if (this.#readOnly) return;
     this.#data.truncate(this.#segments.fileEnd * SECTOR_BYTES);
     this.#data.sync();
   }
 
-  /** Replays the entries that count, in order of time. */
-  #replay(log: IndexLog): void {
+  /** Replays the entries that count, in order of time. Returns the end of what they point to, in sectors. */
+  #replay(log: IndexLog): number {
     const { file } = log;
     const total = log.entries;
     if (total > MAX_MAPPINGS) {
       throw invalidLayer(file.name, BLOCK_BYTES, `${total} mappings, at most ${MAX_MAPPINGS} are allowed`);
     }
-    const dataSectors = Math.min(Math.floor(this.#data.size() / SECTOR_BYTES), this.#segments.fileEnd);
+    const dataSectors = Math.floor(this.#data.size() / SECTOR_BYTES);
+    let end = 0;
     const bytes = new Uint8Array(
       new ArrayBuffer(Math.max(1, Math.min(total, REPLAY_MAPPINGS)) * MAPPING_BYTES),
     );
@@ -361,21 +376,23 @@ export class Upper implements Disposable {
           kept = done + i;
           break;
         }
+        end = Math.max(end, moffset + (zeroed ? 0 : length));
         this.index.replace(mappingOffset(words, word), length, moffset, zeroed);
       }
       done += batch;
     }
-    if (kept === total && (this.#marked || file.size() === log.endBytes)) return;
+    if (kept === total && (this.#marked || file.size() === log.endBytes)) return end;
     if (kept < total) {
       this.warnings.push(
         `${total - kept} mappings of ${file.name} from byte ${BLOCK_BYTES + kept * MAPPING_BYTES} on point behind ` +
           "the end of the data (power was lost before a flush) and were dropped",
       );
     }
-    if (this.#readOnly) return;
+    if (this.#readOnly) return end;
     if (kept < total) this.#keepDropped(file, kept);
     // What is appended next must follow valid mappings.
     log.cut(kept);
+    return end;
   }
 
   #keepDropped(file: DiskFile, kept: number): void {
@@ -436,7 +453,7 @@ export class Upper implements Disposable {
     if (this.#indexHeader !== undefined) this.#indexHeader = { ...this.#indexHeader, virtualSizeBytes };
     this.#rewriteHeaders();
     if (this.mode === "sparse")
-      this.#segments = new SegmentTable((BLOCK_BYTES + virtualSizeBytes) / SECTOR_BYTES);
+      this.#segments = this.#newSegments((BLOCK_BYTES + virtualSizeBytes) / SECTOR_BYTES);
   }
 
   /** Names the layer below, which another has taken the place of. Durable with the next flush. */
@@ -452,6 +469,11 @@ export class Upper implements Disposable {
   /** Sparse: byte X of the disk lies at 4096 + X of the file; what is allocated is data. */
   #scanExtents(): void {
     const end = BLOCK_BYTES + this.virtualSizeBytes;
+    if (!this.#readOnly && this.#data.size() > end) {
+      // What an interrupted sealing left behind the disk; growing it would bring that to light.
+      this.#data.truncate(end);
+      this.#data.sync();
+    }
     let position = BLOCK_BYTES;
     while (position < end) {
       const from = this.#data.seekData(position);
@@ -466,7 +488,7 @@ export class Upper implements Disposable {
       }
       position = to;
     }
-    this.#segments = new SegmentTable(end / SECTOR_BYTES);
+    this.#segments = this.#newSegments(end / SECTOR_BYTES);
   }
 
   #checkWritable(): void {
@@ -584,7 +606,11 @@ export class Upper implements Disposable {
       this.#dataDirty = true;
       this.#data.punchHole(BLOCK_BYTES + offset * SECTOR_BYTES, length * SECTOR_BYTES);
     }
-    const moffset = this.#segments.fileEnd;
+    // Readers want it inside the file, which may be shorter than what was handed out (writes under way, failed).
+    const moffset = Math.max(
+      BLOCK_SECTORS,
+      Math.min(this.#segments.fileEnd, Math.floor(this.#data.size() / SECTOR_BYTES)),
+    );
     for (let done = 0; done < length; ) {
       const piece = Math.min(length - done, MAX_MAPPING_SECTORS);
       this.#appendMapping(offset + done, piece, moffset, true);
@@ -700,6 +726,7 @@ export class Upper implements Disposable {
           throw new Error("internal error, please report: compaction without an index file");
         return log;
       },
+      indexSlack: this.#tuning.indexSlack ?? INDEX_SLACK,
       flushing: () => this.#flushing !== undefined,
       header: () => indexHeaderBlock(this.#header),
       flush: () => this.flush(),
@@ -752,7 +779,9 @@ export class Upper implements Disposable {
     this.#checkWritable();
     this.flush();
     this.#compactor?.abort();
-    const start = this.#segments.fileEnd * SECTOR_BYTES;
+    // In a sparse file's last block the index would make that block data, should the sealing be interrupted.
+    const unit = this.mode === "sparse" ? BLOCK_SECTORS : 1;
+    const start = Math.ceil(this.#segments.fileEnd / unit) * unit * SECTOR_BYTES;
     const index = this.index.toFlat(0);
     const undo = () => {
       this.#data.truncate(start);
