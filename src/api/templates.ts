@@ -283,8 +283,16 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
       success: [{ status: 200, schema: schema.AliasInfo, description: "The name is taken" }],
       errors: [400, 404],
       run: async ({ params }) => {
-        const record = await templates.resolve(params.alias!);
-        if (record === undefined) throw templateNotFound(params.alias!);
+        const alias = params.alias!;
+        // A name whose builds all have other tags than the default one is taken as well.
+        const record =
+          (await templates.resolve(alias)) ??
+          (alias.includes(":")
+            ? undefined
+            : (await templates.list()).find((build) =>
+                build.aliases.some((name) => name.split(":")[0] === alias.toLowerCase()),
+              ));
+        if (record === undefined) throw templateNotFound(alias);
         return { status: 200, json: { templateID: record.templateId, public: record.public } };
       },
     }),

@@ -1,6 +1,8 @@
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
 import { z } from "zod";
+import { tryCommand } from "../lib/command.ts";
+import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 
 /** What a registry accepts: a user's password, or an identity token to be traded for access tokens. */
@@ -20,7 +22,17 @@ const DockerConfig = z.object({
       }),
     )
     .nullish(),
+  credsStore: z.string().nullish(),
+  credHelpers: z.record(z.string(), z.string()).nullish(),
 });
+
+/** What a helper prints for `get`: protocol of docker-credential-helpers. */
+const HelperAnswer = z.object({ Username: z.string(), Secret: z.string() });
+const HELPER_TIMEOUT_MS = 30_000;
+/** User name that marks the secret as an identity token. */
+const TOKEN_USER = "<token>";
+/** Docker Hub's name in credential stores. */
+const DOCKER_HUB_KEY = "https://index.docker.io/v1/";
 
 /** `$DOCKER_CONFIG/config.json`, else `~/.docker/config.json`; undefined without a home. */
 export function defaultDockerConfigPath(
@@ -34,6 +46,40 @@ export function defaultDockerConfigPath(
 function hostOfKey(key: string): string {
   const host = key.replace(/^https?:\/\//, "").split("/")[0] ?? "";
   return host === "index.docker.io" || host === "registry-1.docker.io" ? "docker.io" : host;
+}
+
+/** Asks `docker-credential-NAME`. No login, or a helper that fails (logged), means none. */
+async function loginFromHelper(
+  name: string,
+  registry: string,
+  log: Logger,
+): Promise<RegistryLogin | undefined> {
+  if (!/^[A-Za-z0-9._-]+$/.test(name)) {
+    log.warn({ helper: name }, "credential helper not used: its name is not one");
+    return undefined;
+  }
+  const program = `docker-credential-${name}`;
+  try {
+    const answer = await tryCommand([program, "get"], {
+      stdin: registry === "docker.io" ? DOCKER_HUB_KEY : registry,
+      timeoutMs: HELPER_TIMEOUT_MS,
+    });
+    const said = answer.stdout.trim();
+    if (answer.exitCode !== 0) {
+      // The one answer that is no failure; the helpers print it to standard output.
+      if (!/credentials not found/i.test(said + answer.stderr))
+        log.warn({ helper: program, exitCode: answer.exitCode }, "credential helper failed");
+      return undefined;
+    }
+    const { Username, Secret } = HelperAnswer.parse(JSON.parse(said));
+    if (Username === TOKEN_USER) return { kind: "identityToken", token: Secret };
+    return { kind: "basic", username: Username, password: Secret };
+  } catch (error) {
+    // Its output may hold a secret: only what went wrong is told.
+    const reason = error instanceof AenvError ? error.message : "its answer is not understood";
+    log.warn({ helper: program, reason }, "credential helper not used");
+    return undefined;
+  }
 }
 
 /**
@@ -53,6 +99,12 @@ export async function loginFromDockerConfig(
     if (error instanceof Error && "code" in error && error.code === "ENOENT") return undefined;
     log.warn({ path, err: error }, "docker credential file not used");
     return undefined;
+  }
+  const own = Object.entries(parsed.credHelpers ?? {}).find(([key]) => hostOfKey(key) === registry)?.[1];
+  const helper = own ?? (parsed.credsStore || undefined);
+  if (helper !== undefined) {
+    const login = await loginFromHelper(helper, registry, log);
+    if (login !== undefined) return login;
   }
   for (const [key, entry] of Object.entries(parsed.auths ?? {})) {
     if (hostOfKey(key) !== registry) continue;

@@ -17,6 +17,14 @@ export interface LayoutReference {
   readonly digest?: string;
 }
 
+export interface ArchiveReference {
+  /** Absolute path of a tar that `docker save` wrote. */
+  readonly archivePath: string;
+  /** As in the archive's RepoTags; absent: its only image. */
+  readonly image?: string;
+  readonly digest?: string;
+}
+
 export interface ReferenceRules {
   readonly searchRegistries: readonly string[];
   /** Absent: any; empty: none. Exact `host[:port]`. */
@@ -30,9 +38,11 @@ export type ParsedReference =
       readonly candidates: readonly RegistryReference[];
       readonly qualified: boolean;
     }
-  | { readonly kind: "layout"; readonly layout: LayoutReference };
+  | { readonly kind: "layout"; readonly layout: LayoutReference }
+  | { readonly kind: "archive"; readonly archive: ArchiveReference };
 
 const LAYOUT_PREFIX = "oci-layout:";
+const ARCHIVE_PREFIX = "docker-archive:";
 const DIGEST = /^sha256:[0-9a-f]{64}$/;
 const TAG = /^\w[\w.-]{0,127}$/;
 const PATH_COMPONENT = /^[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*$/;
@@ -60,6 +70,11 @@ export function formatLayout(layout: LayoutReference): string {
   const suffix =
     layout.digest === undefined ? (layout.tag === undefined ? "" : `:${layout.tag}`) : `@${layout.digest}`;
   return `${LAYOUT_PREFIX}${layout.layoutPath}${suffix}`;
+}
+
+export function formatArchive(archive: ArchiveReference): string {
+  const image = archive.image === undefined ? "" : `:${archive.image}`;
+  return `${ARCHIVE_PREFIX}${archive.archivePath}${image}${archive.digest === undefined ? "" : `@${archive.digest}`}`;
 }
 
 interface Split {
@@ -115,14 +130,44 @@ function place(registry: string, repository: string): { registry: string; reposi
   };
 }
 
-function parseLayout(reference: string, rules: ReferenceRules): LayoutReference {
-  if (!rules.allowLocalPaths) {
+function requireLocalPaths(reference: string, rules: ReferenceRules): void {
+  if (rules.allowLocalPaths) return;
+  throw invalid(
+    reference,
+    "images from local paths are not allowed on this server",
+    "push the image to a registry, or set image.resolver.allow_local_paths = true in the server's configuration",
+  );
+}
+
+/** `docker-archive:/path[:image[:tag]][@digest]`; the path ends at the first colon. */
+function parseArchive(reference: string, rules: ReferenceRules): ArchiveReference {
+  requireLocalPaths(reference, rules);
+  let rest = reference.slice(ARCHIVE_PREFIX.length);
+  const at = rest.lastIndexOf("@");
+  const digest = at < 0 ? undefined : rest.slice(at + 1);
+  if (digest !== undefined && !DIGEST.test(digest))
+    throw invalid(reference, "the digest must be sha256: and 64 hex digits");
+  if (at >= 0) rest = rest.slice(0, at);
+  const colon = rest.indexOf(":");
+  const archivePath = colon < 0 ? rest : rest.slice(0, colon);
+  const image = colon < 0 ? undefined : rest.slice(colon + 1);
+  if (!archivePath.startsWith("/") || archivePath.includes("\0")) {
     throw invalid(
       reference,
-      "images from local paths are not allowed on this server",
-      "push the image to a registry, or set image.resolver.allow_local_paths = true in the server's configuration",
+      "the path must be absolute",
+      "write it as docker-archive:/absolute/path.tar[:image:tag]",
     );
   }
+  if (image === "") throw invalid(reference, "the image after the path is empty");
+  return {
+    archivePath,
+    ...(image === undefined ? {} : { image }),
+    ...(digest === undefined ? {} : { digest }),
+  };
+}
+
+function parseLayout(reference: string, rules: ReferenceRules): LayoutReference {
+  requireLocalPaths(reference, rules);
   const rest = reference.slice(LAYOUT_PREFIX.length);
   const digestAt = rest.lastIndexOf("@");
   const slash = rest.lastIndexOf("/");
@@ -155,6 +200,7 @@ export function parseReference(reference: string, rules: ReferenceRules): Parsed
   const text = reference.trim();
   if (text === "") throw invalid(reference, "it is empty");
   if (text.startsWith(LAYOUT_PREFIX)) return { kind: "layout", layout: parseLayout(text, rules) };
+  if (text.startsWith(ARCHIVE_PREFIX)) return { kind: "archive", archive: parseArchive(text, rules) };
   const scheme = /^([a-z][a-z0-9-]*):(?:\/|$)/.exec(text);
   if (scheme !== null && text[scheme[0].length - 1] === "/") {
     throw invalid(reference, `${JSON.stringify(`${scheme[1]}:`)} is not a supported transport`);

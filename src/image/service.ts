@@ -9,6 +9,7 @@ import { BlobPrefetch, createDownloadLimiter, type DownloadLimiter } from "./blo
 import { type CachedLayer, type ConversionContext, ImageCache, NATIVE_CONVERTER } from "./cache.ts";
 import { CONVERTER, convertLayer, uuidFromText } from "./convert.ts";
 import { defaultDockerConfigPath, loginFromDockerConfig, type RegistryLogin } from "./credentials.ts";
+import { createArchiveSource } from "./docker-archive.ts";
 import { type ImageGcPolicy, planImageGc } from "./gc.ts";
 import {
   classifyLayers,
@@ -111,6 +112,9 @@ class LocalImageService implements ImageService {
     );
     if (parsed.kind === "layout") {
       return this.#resolveFrom(createLayoutSource(parsed.layout), signal, progress);
+    }
+    if (parsed.kind === "archive") {
+      return this.#resolveFrom(createArchiveSource(parsed.archive), signal, progress);
     }
     const failures: AenvError[] = [];
     for (const [index, candidate] of parsed.candidates.entries()) {
