@@ -66,8 +66,6 @@ interface SlotState {
   current: CompiledPolicy | undefined;
   /** What they are about to say. */
   next: CompiledPolicy | undefined;
-  /** Held by a caller (not idle in the pool, not on its way out). */
-  held: boolean;
   /** The last change of policy; the next one waits for it. */
   change: Promise<unknown>;
 }
@@ -326,7 +324,6 @@ class Service implements NetworkService {
       await this.#gate.run(() => this.#destroySlot(state));
       throw error;
     }
-    state.held = true;
     return this.#slotObject(state);
   }
 
@@ -401,7 +398,6 @@ class Service implements NetworkService {
       this.#slots.set(index, "adoptable");
       throw error;
     }
-    state.held = true;
     return this.#slotObject(state);
   }
 
@@ -417,7 +413,6 @@ class Service implements NetworkService {
       netnsPath,
       current: undefined,
       next: undefined,
-      held: false,
       change: Promise.resolve(),
     };
     this.#states.set(addresses.hostAddress, state);
@@ -456,7 +451,7 @@ class Service implements NetworkService {
     return work;
   }
 
-  /** What the egress servers ask of a guest; undefined for an address without a held slot. */
+  /** What the egress servers ask of a guest; undefined for an address without a slot. */
   #guestView(address: number): GuestView | undefined {
     const state = this.#states.get(address);
     if (state === undefined) return undefined;
@@ -489,7 +484,6 @@ class Service implements NetworkService {
 
   /** Back to the pool when there is one and all traces of the guest can be removed; else away altogether. */
   async #release(state: SlotState): Promise<void> {
-    state.held = false;
     if (this.#state === "running" && this.#pool !== undefined) {
       try {
         await this.#clean(state);

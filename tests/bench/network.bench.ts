@@ -276,8 +276,8 @@ async function benchThroughput(internet: string): Promise<void> {
         "1,000 at once",
       );
     } finally {
-      for (const netns of [guest, plainGuest, join(root, "plain-router")]) run("umount", netns);
       run("ip", "link", "del", "plain0");
+      for (const netns of [guest, plainGuest, join(root, "plain-router")]) run("umount", netns);
     }
   });
 }
