@@ -5,7 +5,7 @@ import { gzipSync } from "node:zlib";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import type { RouteLookup, SandboxRecord } from "../orchestrator/types.ts";
-import { type Front, startFront } from "./index.ts";
+import { type ExchangeReport, type Front, startFront } from "./index.ts";
 
 const RUNNING = "01936f8e-72f5-7000-8000-000000000001";
 const PAUSED = "01936f8e-72f5-7000-8000-000000000002";
@@ -330,7 +330,7 @@ describe("data plane", () => {
     });
     expect(await reply.json()).toEqual({ hash: hash.digest("hex"), length: blocks << 20 });
     expect(process.memoryUsage.rss() - before).toBeLessThan(160 << 20);
-  });
+  }, 30_000);
 
   test("a client that does not read stops the service, not the proxy's memory", async () => {
     let written = 0;
@@ -565,6 +565,122 @@ describe("who may and where to", () => {
     expect((await waiting).text).toStartWith("HTTP/1.1 502");
     gone = new AbortController();
   });
+});
+
+describe("who is asking", () => {
+  const visit = (headers: Record<string, string>, method = "GET") =>
+    fetch(`${base}/`, { method, headers: { ...route(UNKNOWN, 80), ...headers } });
+
+  test("an error is a page for a navigation and JSON for everything else", async () => {
+    const kind = async (headers: Record<string, string>, method?: string) =>
+      (await visit(headers, method)).headers.get("content-type")?.split(";")[0];
+    const browser = { "user-agent": "Mozilla/5.0", accept: "text/html,application/xhtml+xml,*/*;q=0.8" };
+    expect(await kind({ ...browser, "sec-fetch-mode": "navigate" })).toBe("text/html");
+    expect(await kind(browser)).toBe("text/html");
+    expect(await kind({ ...browser, "sec-fetch-mode": "cors" })).toBe("application/json");
+    expect(await kind({ "user-agent": "Mozilla/5.0", accept: "*/*" })).toBe("application/json");
+    expect(await kind({ accept: "application/json, text/html" })).toBe("application/json");
+    expect(await kind({})).toBe("application/json");
+    expect(await kind(browser, "POST")).toBe("application/json");
+    const page = await visit(browser);
+    expect(page.status).toBe(502);
+    expect(page.headers.get("access-control-allow-origin")).toBe("*");
+    expect(await page.text()).toContain("The sandbox was not found");
+  });
+
+  test("addresses of any kind as Host: headers decide; a sandbox host name decides over them", async () => {
+    const hosts = ["192.168.1.5:8000", "[::1]:8000", "[fe80::1]", "10.0.0.1", "localhost", "box.example"];
+    for (const host of hosts) {
+      const reply = await fetch(`${base}/x`, { headers: { ...route(RUNNING, service.port!), host } });
+      expect({ host, status: reply.status }).toEqual({ host, status: 200 });
+      expect(seen.headers["x-forwarded-host"]).toBe(host);
+    }
+    const byName = await fetch(`${base}/x`, {
+      headers: { ...route(UNKNOWN, 1), host: `${service.port}-${RUNNING}.box.example` },
+    });
+    expect(byName.status).toBe(200);
+  });
+
+  test("the listener itself may be an IPv6 address", async () => {
+    const six = startFront({
+      hostname: "::1",
+      port: 0,
+      domains: [],
+      apiKeys: [],
+      orchestrator,
+      log: createLogger("front-test"),
+      control: { hasPath: () => false, handle: async () => new Response() },
+    });
+    try {
+      const reply = await fetch(`http://[::1]:${six.port}/x`, { headers: route(RUNNING, service.port!) });
+      expect(reply.status).toBe(200);
+    } finally {
+      await six.stop(0);
+    }
+  });
+});
+
+describe("bounds", () => {
+  test("too many at one sandbox, too many at all: 429 with Retry-After", async () => {
+    const reports: ExchangeReport[] = [];
+    const small = startFront({
+      hostname: "127.0.0.1",
+      port: 0,
+      domains: [],
+      apiKeys: [],
+      orchestrator,
+      onExchange: (report) => reports.push(report),
+      log: createLogger("front-test"),
+      limits: { maxPerSandbox: 1, maxConnections: 3 },
+      control: { hasPath: () => false, handle: async () => new Response() },
+    });
+    onRaw = () => undefined;
+    const url = `http://127.0.0.1:${small.port}`;
+    const waiting = netConnect({ port: small.port, host: "127.0.0.1" });
+    waiting.write(head());
+    try {
+      await Bun.sleep(100);
+      const refused = await fetch(url, { headers: route(RUNNING, rawPort) });
+      expect([refused.status, refused.headers.get("retry-after")]).toEqual([429, "1"]);
+      expect(await refused.json()).toMatchObject({ code: 429, sandboxId: RUNNING });
+      const spare = [1, 2, 3].map(() => netConnect({ port: small.port, host: "127.0.0.1" }));
+      let full = "";
+      for (const socket of spare) {
+        socket.on("data", (chunk) => {
+          full += chunk.toString();
+        });
+      }
+      for (let i = 0; i < 50 && full === ""; i++) await Bun.sleep(20);
+      expect(full).toStartWith("HTTP/1.1 429");
+      expect(full).toContain("Retry-After: 1");
+      for (const socket of spare) socket.destroy();
+      waiting.destroy();
+      for (let i = 0; i < 50 && reports.length < 2; i++) await Bun.sleep(20);
+      expect(reports.map(({ source, status }) => [source, status])).toEqual([
+        ["proxy_header", 429],
+        ["proxy_header", 499],
+      ]);
+      // Its place is free again.
+      const again = await fetch(url, { headers: route(RUNNING, service.port!) });
+      expect(again.status).toBe(200);
+    } finally {
+      waiting.destroy();
+      await small.stop(0);
+    }
+  });
+});
+
+test("a signed URL that names no sandbox reaches the one that made it", async () => {
+  const signature = (path: string) =>
+    `v1_${createHash("sha256").update(`${path}:read::token-${RUNNING}`).digest("base64").replaceAll("=", "")}`;
+  const get = (path: string, signed = path) =>
+    fetch(`${base}/files?${new URLSearchParams({ path, signature: signature(signed) })}`);
+  // Nothing listens on the agent's port here: it was found, and is not open.
+  expect(await (await get("/tmp/x")).json()).toMatchObject({ sandboxId: RUNNING, port: 49_983, code: 502 });
+  const tampered = await get("/tmp/x", "/tmp/y");
+  expect(tampered.status).toBe(401);
+  expect(await tampered.json()).toMatchObject({ code: 401, message: "invalid signature" });
+  expect(tampered.headers.get("access-control-allow-origin")).toBe("*");
 });
 
 test("a port in use says so", () => {
