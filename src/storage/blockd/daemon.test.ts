@@ -431,7 +431,7 @@ describe("one daemon", () => {
     expect(await client.list()).toEqual([]);
   });
 
-  test("200 times create, connect, write and release leave descriptors and memory as they were", async () => {
+  test("1,000 times create, connect, write and release leave descriptors and memory as they were", async () => {
     const cycle = async (i: number) => {
       const info = await createBlank(client, `cycle-${i}`, 4 * MiB);
       using raw = await RawClient.open(info.socketPath!, info.deviceId);
@@ -441,11 +441,12 @@ describe("one daemon", () => {
       rmSync(info.image.upper!.data, { force: true });
       rmSync(info.image.upper!.index!, { force: true });
     };
-    for (let i = 0; i < 40; i++) await cycle(i);
+    // The runtime's own caches fill up first.
+    for (let i = 0; i < 100; i++) await cycle(i);
     const before = await client.stats();
     const descriptors = () => readdirSync(`/proc/${before.pid}/fd`).length;
     const fdsBefore = descriptors();
-    for (let i = 40; i < 240; i++) await cycle(i);
+    for (let i = 100; i < 1100; i++) await cycle(i);
     await until("descriptors are closed", () => descriptors() <= fdsBefore);
     const after = await client.stats();
     expect(after.devices).toEqual([]);
@@ -502,6 +503,136 @@ describe("one daemon", () => {
     } finally {
       await tryCommand(["umount", dir]);
     }
+  });
+});
+
+describe("one worker, several devices", () => {
+  const options = optionsFor("one-worker");
+  const metrics = join(root, "one-worker", "metrics.sock");
+  let supervised: SupervisedBlockd;
+  beforeAll(async () => {
+    const argv = [...DAEMON, "--workers", "1", "--block-cache-mib", "8", "--metrics", metrics];
+    supervised = await supervise({ ...options, argv });
+  });
+  afterAll(() => end(supervised));
+
+  test("a flush under way on one device stalls neither its reads nor another device", async () => {
+    const { client } = supervised;
+    const dirty = await createBlank(client, "dirty", 256 * MiB);
+    const other = await createBlank(client, "other", 4 * MiB);
+    using writer = await RawClient.open(dirty.socketPath!, "dirty");
+    using reader = await RawClient.open(other.socketPath!, "other");
+    using sameDevice = await RawClient.open(dirty.socketPath!, "dirty");
+    for (let i = 0; i < 128; i++) {
+      writer.send(request(Command.write, i, i * MiB, MiB, 0, Buffer.alloc(MiB, i + 1)));
+      expect((await writer.answer()).error).toBe(0);
+    }
+    let flushed = false;
+    writer.send(request(Command.flush, 1000, 0, 0));
+    const flush = writer.answer(60_000).then((answer) => {
+      flushed = true;
+      return answer;
+    });
+    let reads = 0;
+    while (!flushed) {
+      expect((await sameDevice.read(reads, MiB, 512))[0]).toBe(2);
+      expect((await reader.read(reads, 0, 512))[0]).toBe(0);
+      reads++;
+    }
+    expect((await flush).error).toBe(0);
+    // 128 MiB take much longer to write than a read takes; with the thread held there would be one at most.
+    expect(reads).toBeGreaterThan(3);
+    await Promise.all(["dirty", "other"].map((id) => client.release(id)));
+  });
+
+  test("a device that is read as fast as it goes leaves others their turn", async () => {
+    const { client } = supervised;
+    const busy = await createBlank(client, "busy", 64 * MiB);
+    const quiet = await createBlank(client, "quiet", 4 * MiB);
+    await expectIo(busy, "write -P 5 0 64M");
+    const load = Bun.spawn(
+      ["qemu-img", "bench", "-f", "raw", "-c", "200000", "-d", "16", "-s", "1M", "-S", "1M", url(busy)],
+      { stdio: ["ignore", "ignore", "ignore"] },
+    );
+    try {
+      await until("the load runs", async () => {
+        const { devices } = await client.stats();
+        return devices.some((device) => device.deviceId === "busy" && device.readOps > 100);
+      });
+      using raw = await RawClient.open(quiet.socketPath!, "quiet");
+      const before = performance.now();
+      for (let i = 0; i < 50; i++) expect((await raw.read(i, i * 4096, 4096)).length).toBe(4096);
+      const perReadMs = (performance.now() - before) / 50;
+      expect(load.exitCode).toBeNull();
+      expect(perReadMs).toBeLessThan(100);
+    } finally {
+      load.kill();
+      await load.exited;
+    }
+    await Promise.all(["busy", "quiet"].map((id) => client.release(id)));
+  });
+
+  test("metrics in Prometheus' text form, for the owner alone", async () => {
+    const { client } = supervised;
+    const info = await createBlank(client, "disk.1", 4 * MiB);
+    await expectIo(info, "write -P 3 0 64k", "read 0 4k", "flush");
+    expect(statSync(metrics).mode & 0o777).toBe(0o600);
+    const response = await fetch("http://localhost/metrics", { unix: metrics });
+    expect(response.headers.get("content-type")).toStartWith("text/plain; version=0.0.4");
+    const page = await response.text();
+    const samples = new Map<string, number>();
+    for (const line of page.trimEnd().split("\n")) {
+      if (line.startsWith("# HELP ") || line.startsWith("# TYPE ")) continue;
+      const [, name, value] = /^([a-z_]+(?:\{[a-z]+="[^"]*"\})?) (\S+)$/.exec(line) ?? [];
+      expect(name, line).toBeDefined();
+      samples.set(name!, Number(value));
+    }
+    expect(samples.get("aenv_blockd_devices")).toBe(1);
+    expect(samples.get('aenv_blockd_device_write_bytes_total{device="disk.1"}')).toBe(65536);
+    expect(samples.get('aenv_blockd_device_read_ops_total{device="disk.1"}')).toBeGreaterThan(0);
+    expect(samples.get('aenv_blockd_block_cache_limit_bytes{worker="0"}')).toBe(8 * MiB);
+    expect(samples.get("aenv_blockd_flush_seconds_count")).toBe(
+      samples.get('aenv_blockd_device_flush_ops_total{device="disk.1"}')!,
+    );
+    expect(samples.get('aenv_blockd_flush_seconds_bucket{le="+Inf"}')).toBe(
+      samples.get("aenv_blockd_flush_seconds_count")!,
+    );
+    expect((await fetch("http://localhost/other", { unix: metrics })).status).toBe(404);
+    expect((await fetch("http://localhost/metrics", { unix: metrics, method: "POST" })).status).toBe(405);
+    await client.release("disk.1");
+  });
+
+  test("qemu-img sees which parts hold data and copies no more", async () => {
+    const { client } = supervised;
+    const info = await createBlank(client, "sparse", 512 * MiB);
+    await expectIo(info, "write -P 1 1M 64k", "write -P 2 300M 1M", "write -z 300M 64k");
+    const result = await tryCommand(["qemu-img", "map", "--output=json", "-f", "raw", url(info)]);
+    const map = JSON.parse(result.stdout) as { start: number; length: number; data: boolean }[];
+    expect(map.filter((extent) => extent.data).map(({ start, length }) => [start, length])).toEqual([
+      [MiB, 64 << 10],
+      [300 * MiB + (64 << 10), MiB - (64 << 10)],
+    ]);
+    expect(map.reduce((sum, extent) => sum + extent.length, 0)).toBe(512 * MiB);
+    await client.release("sparse");
+  });
+
+  test("an upper that is rewritten again and again stays small", async () => {
+    const { client } = supervised;
+    const info = await createBlank(client, "rewritten", 8 * MiB);
+    using raw = await RawClient.open(info.socketPath!, "rewritten");
+    const size = () => Number(statSync(info.image.upper!.data).blocks) * 512;
+    for (let round = 0; round < 24; round++) {
+      for (let i = 0; i < 8; i++) {
+        raw.send(request(Command.write, i, i * MiB, MiB, 0, Buffer.alloc(MiB, round + i)));
+        expect((await raw.answer()).error).toBe(0);
+      }
+      raw.send(request(Command.flush, 100, 0, 0));
+      expect((await raw.answer()).error).toBe(0);
+    }
+    await until("compaction took the garbage back", () => size() <= 2 * 8 * MiB + 5 * MiB, 30_000);
+    for (let i = 0; i < 8; i++)
+      expect((await raw.read(i, i * MiB, MiB)).every((b) => b === 23 + i)).toBe(true);
+    await client.release("rewritten");
   });
 });
 

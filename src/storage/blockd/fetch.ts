@@ -70,15 +70,20 @@ export class Fetcher {
   }
 
   async #fetch(ranges: readonly Range[]): Promise<void> {
+    // By far the most common case, without the machinery of the other.
+    if (ranges.length === 1) {
+      await this.#fetchOne(ranges[0]!);
+      return;
+    }
     for (let i = 0; i < ranges.length; i += PIECES_AT_ONCE) {
       const batch = ranges.slice(i, i + PIECES_AT_ONCE);
-      // A failure shows again, and with its reason, when the bytes are read in earnest.
-      await Promise.allSettled(
-        batch.map(({ fd, offsetBytes, lengthBytes, name }) =>
-          this.#engine.read(fd, this.#nowhere, 0, lengthBytes, offsetBytes, name),
-        ),
-      );
+      await Promise.all(batch.map((range) => this.#fetchOne(range)));
     }
+  }
+
+  #fetchOne({ fd, offsetBytes, lengthBytes, name }: Range): Promise<unknown> {
+    // A failure shows again, and with its reason, when the bytes are read in earnest.
+    return this.#engine.read(fd, this.#nowhere, 0, lengthBytes, offsetBytes, name).catch(() => undefined);
   }
 
   /** Compressed and fragmented layers are no streams to the kernel, though the guest reads on and on. */

@@ -9,6 +9,15 @@ interface Waiting {
   readonly buffer: Uint8Array | undefined;
 }
 
+function failure(result: number, what: string): unknown {
+  try {
+    check(result, what);
+  } catch (error) {
+    return error;
+  }
+  return new Error(`${what}: failed`);
+}
+
 interface EventStream {
   read(): Promise<{ readonly done: boolean }>;
   cancel(): Promise<void>;
@@ -56,13 +65,19 @@ export class RingEngine implements IoEngine {
     return this.#ring.entries - this.#freeTags.length;
   }
 
-  #start(buffer: Uint8Array | undefined, prepare: (tag: number) => void): Promise<number> {
+  #start(
+    buffer: Uint8Array | undefined,
+    prepare: (tag: number) => void,
+    settle: (result: number) => void,
+  ): void {
     assert(!this.#closed, "the I/O engine is used after it was closed");
     this.#requests++;
-    return new Promise((settle) => {
-      this.#queue.push({ prepare, settle, buffer });
-      this.#schedule();
-    });
+    this.#queue.push({ prepare, settle, buffer });
+    this.#schedule();
+  }
+
+  #run(buffer: Uint8Array | undefined, prepare: (tag: number) => void): Promise<number> {
+    return new Promise((settle) => this.#start(buffer, prepare, settle));
   }
 
   #schedule(): void {
@@ -106,7 +121,7 @@ export class RingEngine implements IoEngine {
     } while ((this.#queue.length > 0 && this.#freeTags.length > 0) || this.#ring.arm());
   }
 
-  async read(
+  read(
     fd: number,
     target: Uint8Array,
     targetOffset: number,
@@ -114,17 +129,18 @@ export class RingEngine implements IoEngine {
     offset: number,
     what: string,
   ): Promise<number> {
-    let done = 0;
-    while (done < length) {
-      const at = done;
-      const result = await this.#start(target, (tag) =>
-        this.#ring.prepareRead(fd, target, targetOffset + at, length - at, offset + at, tag),
-      );
-      const got = check(result, `read of ${length} bytes at ${offset} of ${what}`);
-      if (got === 0) break;
-      done += got;
-    }
-    return done;
+    return new Promise((resolve, reject) => {
+      let done = 0;
+      const prepare = (tag: number) =>
+        this.#ring.prepareRead(fd, target, targetOffset + done, length - done, offset + done, tag);
+      const settle = (result: number) => {
+        if (result > 0) done += result;
+        if (result > 0 && done < length) this.#start(target, prepare, settle);
+        else if (result >= 0) resolve(done);
+        else reject(failure(result, `read of ${length} bytes at ${offset} of ${what}`));
+      };
+      this.#start(target, prepare, settle);
+    });
   }
 
   async write(
@@ -137,7 +153,7 @@ export class RingEngine implements IoEngine {
   ): Promise<void> {
     for (let done = 0; done < length; ) {
       const at = done;
-      const result = await this.#start(source, (tag) =>
+      const result = await this.#run(source, (tag) =>
         this.#ring.prepareWrite(fd, source, sourceOffset + at, length - at, offset + at, tag),
       );
       const got = check(result, `write of ${length} bytes at ${offset} of ${what}`);
@@ -147,7 +163,7 @@ export class RingEngine implements IoEngine {
   }
 
   async datasync(fd: number, what: string): Promise<void> {
-    check(await this.#start(undefined, (tag) => this.#ring.prepareDataSync(fd, tag)), `fdatasync of ${what}`);
+    check(await this.#run(undefined, (tag) => this.#ring.prepareDataSync(fd, tag)), `fdatasync of ${what}`);
   }
 
   stats(): IoEngineStats {

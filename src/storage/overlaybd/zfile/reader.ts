@@ -258,6 +258,16 @@ export class ZFileSource implements ReadSource {
     return true;
   }
 
+  /** For tools and measurements. */
+  get layout(): { readonly blocks: number; readonly blockSizeBytes: number } {
+    return { blocks: this.#blocks, blockSizeBytes: this.#blockSize };
+  }
+
+  /** Where in the file a block lies, checksum included. */
+  locateBlock(block: number, visit: (offsetBytes: number, storedBytes: number) => void): void {
+    visit(this.#start(block), this.#start(block + 1) - this.#start(block));
+  }
+
   locate(offsetBytes: number, lengthBytes: number, visit: FileRangeVisitor): void {
     this.#check(offsetBytes, lengthBytes);
     const stop = Math.ceil((offsetBytes + lengthBytes) / this.#blockSize);

@@ -1,0 +1,559 @@
+/**
+ * The storage engine against fio, a bare decompression loop in C and qemu-nbd: always in the same run, over the
+ * same bytes, in alternating rounds, so that a busy host slows both. `AENV_BENCH_ROUNDS` (default 5) rounds give
+ * medians. Rates are by the clock; beside them stands processor time per operation, which other load changes
+ * least. `AENV_BENCH_ONLY` runs the sections whose name contains it.
+ */
+import { dlopen } from "bun:ffi";
+import {
+  closeSync,
+  fdatasyncSync,
+  mkdtempSync,
+  openSync,
+  readFileSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
+import { join, resolve } from "node:path";
+import { CODEC_ALGORITHMS } from "../../ffi/codec.ts";
+import { createLogger } from "../../src/lib/log.ts";
+import { alignedAccess } from "../../src/storage/blockd/aligned.ts";
+import { Fetcher } from "../../src/storage/blockd/fetch.ts";
+import { Flusher } from "../../src/storage/blockd/flusher.ts";
+import { superviseBlockd } from "../../src/storage/blockd/index.ts";
+import { openIoEngine } from "../../src/storage/io/index.ts";
+import { hostDisk } from "../../src/storage/overlaybd/disk.ts";
+import { createLayerWriter, openStack } from "../../src/storage/overlaybd/index.ts";
+import { LayerFileWriter } from "../../src/storage/overlaybd/layer-writer.ts";
+import { openUnwrapped } from "../../src/storage/overlaybd/open-layer.ts";
+import type { ImageConfig, LayerRef, LayerStack } from "../../src/storage/overlaybd/types.ts";
+import { threadBlockCache } from "../../src/storage/overlaybd/zfile/block-cache.ts";
+import type { ZFileSource } from "../../src/storage/overlaybd/zfile/reader.ts";
+import { fio } from "./storage/fio.ts";
+
+const ROUNDS = Number(process.env.AENV_BENCH_ROUNDS ?? 5);
+const ONLY = process.env.AENV_BENCH_ONLY ?? "";
+const MIB = 2 ** 20;
+const BLOCK = 4096;
+const DISK_BYTES = 512 * MIB;
+const DISK_BLOCKS = DISK_BYTES / BLOCK;
+const QUEUE_DEPTH = 32;
+
+const root = mkdtempSync(join(process.env.AENV_BENCH_DIR ?? "/var/tmp", "aenv-bench-storage-"));
+process.on("exit", () => rmSync(root, { recursive: true, force: true }));
+const repository = resolve(import.meta.dir, "../..");
+await using engine = openIoEngine();
+const nowhere = new Uint8Array(new ArrayBuffer(256 << 10));
+
+// ---- measuring ----------------------------------------------------------------------------------------
+
+interface Sample {
+  /** Operations (or MiB) per second. */
+  readonly rate: number;
+  readonly cpuUs: number;
+}
+
+function median(values: readonly number[]): number {
+  return values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)] ?? Number.NaN;
+}
+
+const figure = (value: number) =>
+  value >= 10_000 ? `${(value / 1000).toFixed(0)} k` : value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+
+function row(...cells: readonly string[]): void {
+  console.log(`| ${cells.join(" | ")} |`);
+}
+
+function header(...cells: readonly string[]): void {
+  console.log();
+  row(...cells);
+  row(...cells.map(() => "---"));
+}
+
+/** Ours and the reference in turns; one line with both medians, their ratio and that of processor time. */
+async function compare(
+  name: string,
+  unit: string,
+  target: number,
+  ours: () => Promise<Sample>,
+  reference: () => Promise<Sample>,
+): Promise<void> {
+  const mine: Sample[] = [];
+  const theirs: Sample[] = [];
+  for (let round = 0; round < ROUNDS; round++) {
+    mine.push(await ours());
+    theirs.push(await reference());
+  }
+  // Rounds side by side saw about the same load: the ratio of each pair is steadier than that of medians.
+  const ratio = median(mine.map((sample, i) => sample.rate / theirs[i]!.rate));
+  const rate = (samples: readonly Sample[]) => figure(median(samples.map((sample) => sample.rate)));
+  const cpu = (samples: readonly Sample[]) => median(samples.map((sample) => sample.cpuUs));
+  row(
+    name,
+    `${rate(mine)} ${unit}`,
+    `${rate(theirs)} ${unit}`,
+    ratio.toFixed(2),
+    target === 0 ? "–" : `≥ ${target}`,
+    `${cpu(mine).toFixed(2)} / ${cpu(theirs).toFixed(2)} µs`,
+  );
+}
+
+async function timed(
+  operations: number,
+  work: () => Promise<void> | void,
+  unitsPerOperation = 1,
+): Promise<Sample> {
+  const cpu = process.cpuUsage();
+  const started = performance.now();
+  await work();
+  const seconds = (performance.now() - started) / 1000;
+  const { user, system } = process.cpuUsage(cpu);
+  return { rate: (operations * unitsPerOperation) / seconds, cpuUs: (user + system) / operations };
+}
+
+/** A permutation of [0, count) without a table: odd multiplier modulo a power of two. */
+function scattered(count: number): (i: number) => number {
+  const salt = Math.floor(Math.random() * count);
+  return (i) => (Math.imul(i, 0x9e3779b1 | 1) + salt) & (count - 1);
+}
+
+const libc = dlopen("libc.so.6", {
+  posix_fadvise: { args: ["i32", "i64", "i64", "i32"], returns: "i32" },
+});
+
+function forget(...files: readonly string[]): void {
+  const POSIX_FADV_DONTNEED = 4;
+  for (const file of files) {
+    const fd = openSync(file, "r");
+    // Only clean pages can be dropped.
+    fdatasyncSync(fd);
+    libc.symbols.posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    closeSync(fd);
+  }
+}
+
+// ---- what is measured ---------------------------------------------------------------------------------
+
+/** Bytes that compress as software does: this runtime's own. */
+const realBytes = readFileSync(process.execPath);
+function realContent(offset: number, length: number): Uint8Array {
+  const start = offset % (realBytes.length - length);
+  return realBytes.subarray(start, start + length);
+}
+
+/** Eight raw layers: the bottom is full, each above it replaces an eighth of the 64 KiB pieces. */
+function eightLayers(): LayerRef[] {
+  const piece = 64 << 10;
+  return Array.from({ length: 8 }, (_, layer) => {
+    const file = join(root, `raw-${layer}`);
+    using writer = createLayerWriter(file, { virtualSizeBytes: DISK_BYTES });
+    for (let offset = 0; offset < DISK_BYTES; offset += piece) {
+      const mine = layer === 0 || Math.imul(offset / piece, 0x9e3779b1) >>> 29 === layer;
+      if (mine) writer.append(offset, realContent(offset + layer, piece));
+    }
+    return writer.finish();
+  });
+}
+
+const section = async (name: string, run: () => Promise<void>) => {
+  if (name.includes(ONLY)) await run();
+};
+
+const rates = ["what", "ours", "reference", "ratio", "target", "processor time per operation, both"];
+
+console.log(`engine: ${engine.kind}; ${ROUNDS} rounds`);
+const lowers = eightLayers();
+const flat = lowers[0]!.file;
+
+await section("random-read", async () => {
+  header(...rates);
+  using stack = openStack({ lowers });
+  const target = new Uint8Array(new ArrayBuffer(QUEUE_DEPTH * BLOCK));
+  const slots = Array.from({ length: QUEUE_DEPTH }, (_, i) => target.subarray(i * BLOCK, (i + 1) * BLOCK));
+  const warm = new Uint8Array(new ArrayBuffer(MIB));
+  for (let offset = 0; offset < DISK_BYTES; offset += MIB) stack.read(offset, warm);
+  const operations = 200_000;
+  await compare(
+    "4 KiB random read, 8 raw layers, page cache (fio)",
+    "/s",
+    0.7,
+    () => {
+      const block = scattered(DISK_BLOCKS);
+      return timed(operations, () => {
+        for (let i = 0; i < operations; i++) {
+          if (!stack.tryRead(block(i) * BLOCK, slots[i % QUEUE_DEPTH]!))
+            stack.read(block(i) * BLOCK, slots[0]!);
+        }
+      });
+    },
+    async () => {
+      const size = { filename: flat, size: DISK_BYTES, io_size: operations * BLOCK };
+      const { iops, cpuUs } = await fio({ ...size, rw: "randread", bs: "4k", direct: 0, invalidate: 0 });
+      return { rate: iops, cpuUs };
+    },
+  );
+  const access = alignedAccess(stack);
+  const cold = 32_768;
+  const fromDisk = () => {
+    const block = scattered(DISK_BLOCKS);
+    forget(...lowers.map((layer) => layer.file));
+    let next = 0;
+    return timed(cold, async () => {
+      const reader = async (slot: Uint8Array) => {
+        const fetcher = new Fetcher(access, DISK_BYTES, engine, nowhere);
+        while (next < cold) {
+          const offset = block(next++) * BLOCK;
+          if (!access.tryRead(offset, slot)) await fetcher.read(offset, slot, () => undefined);
+        }
+      };
+      await Promise.all(slots.map(reader));
+    });
+  };
+  for (const direct of [0, 1]) {
+    await compare(
+      `4 KiB random read, 8 raw layers, nothing cached (fio, ${direct ? "direct" : "buffered"})`,
+      "/s",
+      0.7,
+      fromDisk,
+      async () => {
+        forget(flat);
+        const size = { filename: flat, size: DISK_BYTES, io_size: cold * BLOCK };
+        const { iops, cpuUs } = await fio({ ...size, rw: "randread", bs: "4k", direct });
+        return { rate: iops, cpuUs };
+      },
+    );
+  }
+});
+
+await section("sequential", async () => {
+  header(...rates);
+  using stack = openStack({ lowers });
+  const buffer = new Uint8Array(new ArrayBuffer(MIB));
+  for (let offset = 0; offset < DISK_BYTES; offset += MIB) stack.read(offset, buffer);
+  const pieces = DISK_BYTES / MIB;
+  await compare(
+    "1 MiB sequential read, 8 raw layers, page cache (fio)",
+    "MiB/s",
+    0.9,
+    () =>
+      timed(pieces, () => {
+        for (let i = 0; i < pieces; i++) if (!stack.tryRead(i * MIB, buffer)) stack.read(i * MIB, buffer);
+      }),
+    async () => {
+      const size = { filename: flat, size: DISK_BYTES };
+      const { mibPerSecond, cpuUs } = await fio({
+        ...size,
+        rw: "read",
+        bs: "1m",
+        iodepth: 4,
+        direct: 0,
+        invalidate: 0,
+      });
+      return { rate: mibPerSecond, cpuUs };
+    },
+  );
+  const access = alignedAccess(stack);
+  await compare(
+    "1 MiB sequential read, 8 raw layers, nothing cached (fio, buffered)",
+    "MiB/s",
+    0.9,
+    () => {
+      forget(...lowers.map((layer) => layer.file));
+      const fetcher = new Fetcher(access, DISK_BYTES, engine, nowhere);
+      return timed(pieces, async () => {
+        for (let i = 0; i < pieces; i++) {
+          if (access.tryRead(i * MIB, buffer)) fetcher.noteRead(i * MIB, MIB);
+          else await fetcher.read(i * MIB, buffer, () => undefined);
+        }
+      });
+    },
+    async () => {
+      forget(flat);
+      const size = { filename: flat, size: DISK_BYTES };
+      const { mibPerSecond, cpuUs } = await fio({ ...size, rw: "read", bs: "1m", iodepth: 4, direct: 0 });
+      return { rate: mibPerSecond, cpuUs };
+    },
+  );
+  let serial = 0;
+  await compare(
+    "1 MiB sequential write into an upper, flushed at the end (fio, fresh file)",
+    "MiB/s",
+    0.9,
+    async () => {
+      const name = join(root, `sequential-${serial++}`);
+      const upper = { data: `${name}.data`, index: `${name}.index` };
+      using writable = openStack({ lowers: [], upper, virtualSizeBytes: DISK_BYTES });
+      const flusher = new Flusher(() => writable.beginFlush(), engine);
+      const sample = await timed(pieces, async () => {
+        for (let i = 0; i < pieces; i++) writable.write(i * MIB, buffer);
+        await flusher.flush();
+      });
+      for (const file of Object.values(upper)) rmSync(file);
+      return sample;
+    },
+    async () => {
+      const filename = join(root, "sequential-fio");
+      const options = { filename, size: DISK_BYTES, rw: "write", bs: "1m", iodepth: 4, direct: 0 };
+      const { mibPerSecond, cpuUs } = await fio({ ...options, end_fsync: 1, fallocate: "none" });
+      rmSync(filename);
+      return { rate: mibPerSecond, cpuUs };
+    },
+  );
+});
+
+await section("random-write", async () => {
+  header(...rates);
+  const writes = 32_768;
+  let serial = 0;
+  const data = realContent(0, BLOCK);
+  for (const every of [1, 32, 1024]) {
+    await compare(
+      `4 KiB random write into an upper, flush after each ${every} (fio, fdatasync=${every})`,
+      "/s",
+      every === 32 ? 0.6 : 0,
+      async () => {
+        const count = every === 1 ? writes / 16 : writes;
+        const name = join(root, `random-${serial++}`);
+        const upper = { data: `${name}.data`, index: `${name}.index` };
+        using stack = openStack({ lowers, upper });
+        const block = scattered(DISK_BLOCKS);
+        const flusher = new Flusher(() => stack.beginFlush(), engine);
+        // With many in flight writes go on while a flush is under way, as they do in fio.
+        const sample = await timed(count, async () => {
+          let flushed = Promise.resolve();
+          for (let i = 1; i <= count; i++) {
+            stack.write(block(i) * BLOCK, data);
+            if (i % every !== 0) continue;
+            if (every > 1) await flushed;
+            flushed = flusher.flush();
+            if (every === 1) await flushed;
+          }
+          await flushed;
+        });
+        for (const file of Object.values(upper)) rmSync(file);
+        return sample;
+      },
+      async () => {
+        const count = every === 1 ? writes / 16 : writes;
+        const filename = join(root, "random-fio");
+        const options = { filename, size: DISK_BYTES, io_size: count * BLOCK, rw: "randwrite", bs: "4k" };
+        // One after the other where each waits for its flush, as the guest that flushes does.
+        const iodepth = every === 1 ? 1 : QUEUE_DEPTH;
+        const { iops, cpuUs } = await fio({
+          ...options,
+          iodepth,
+          direct: 0,
+          fdatasync: every,
+          fallocate: "none",
+        });
+        rmSync(filename);
+        return { rate: iops, cpuUs };
+      },
+    );
+  }
+});
+
+/** Blocks of a ZFile as the loop in C wants them. */
+function blockTable(file: string): { table: string; blocks: number } {
+  const { source } = openUnwrapped(hostDisk, file);
+  using zfile = source as ZFileSource;
+  const { blocks, blockSizeBytes } = zfile.layout;
+  const bytes = new DataView(new ArrayBuffer(blocks * 16));
+  for (let i = 0; i < blocks; i++) {
+    zfile.locateBlock(i, (offset, stored) => {
+      bytes.setBigUint64(i * 16, BigInt(offset), true);
+      bytes.setUint32(i * 16 + 8, stored, true);
+      bytes.setUint32(i * 16 + 12, Math.min(blockSizeBytes, zfile.sizeBytes - i * blockSizeBytes), true);
+    });
+  }
+  const table = `${file}.table`;
+  writeFileSync(table, new Uint8Array(bytes.buffer));
+  return { table, blocks };
+}
+
+await section("zfile", async () => {
+  header(...rates);
+  const program = join(root, "decode");
+  const library = resolve(repository, "build/libaenv.so");
+  const source = resolve(import.meta.dir, "storage/decode.c");
+  const built = Bun.spawnSync([
+    "gcc",
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-O2",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-o",
+    program,
+    source,
+    library,
+  ]);
+  if (built.exitCode !== 0) throw new Error(built.stderr.toString());
+  for (const algorithm of ["zstd", "lz4"] as const) {
+    for (const blockSizeBytes of [4096, 16384, 65536]) {
+      const file = join(root, `${algorithm}-${blockSizeBytes}`);
+      const size = 128 * MIB;
+      {
+        using writer = new LayerFileWriter(hostDisk, file, {
+          virtualSizeBytes: size,
+          compression: { algorithm, blockSizeBytes },
+        });
+        for (let offset = 0; offset < size; offset += MIB) writer.append(offset, realContent(offset, MIB));
+        writer.finish();
+      }
+      const { table, blocks } = blockTable(file);
+      using stack = openStack({ lowers: [{ file }] });
+      // Every read has to decompress: what the cache saves is measured below.
+      threadBlockCache.setLimit(0);
+      const target = new Uint8Array(new ArrayBuffer(blockSizeBytes));
+      const operations = Math.floor(200_000 / (blockSizeBytes / 2048));
+      const places = size / blockSizeBytes;
+      // The layer's header takes a block: reads of its own blocks are shifted by it.
+      const shift = blockSizeBytes === BLOCK ? 0 : blockSizeBytes - BLOCK;
+      const read = (i: number, place: (i: number) => number) =>
+        stack.read(Math.min(place(i) * blockSizeBytes + shift, size - blockSizeBytes), target);
+      await compare(
+        `${algorithm}, blocks of ${blockSizeBytes >> 10} KiB, one random block per read (bare decompression in C)`,
+        "/s",
+        0.8,
+        () => {
+          const place = scattered(places);
+          return timed(operations, () => {
+            for (let i = 0; i < operations; i++) read(i, place);
+          });
+        },
+        async () => {
+          const argv = [program, file, table, String(CODEC_ALGORITHMS[algorithm]), "1", String(operations)];
+          const child = Bun.spawn(argv, { stdio: ["ignore", "pipe", "inherit"], env: { ...process.env } });
+          const [wall, cpu] = (await new Response(child.stdout).text()).trim().split(" ").map(Number);
+          if ((await child.exited) !== 0) throw new Error(`decode loop failed over ${blocks} blocks`);
+          return { rate: 1e9 / wall!, cpuUs: cpu! / 1000 };
+        },
+      );
+    }
+  }
+  threadBlockCache.setLimit(64 * MIB);
+});
+
+await section("nbd", async () => {
+  header(...rates);
+  const entry = resolve(repository, "dist/agentenv");
+  const log = createLogger("bench");
+  log.level = "error";
+  await using daemon = await superviseBlockd(
+    {
+      argv: [entry, "blockd"],
+      socketPath: join(root, "b.sock"),
+      runtimeDir: join(root, "run"),
+      logPath: join(root, "blockd.log"),
+    },
+    log,
+  );
+  const qemuSocket = join(root, "qemu.sock");
+  const raw = join(root, "qemu.raw");
+  writeFileSync(raw, "");
+  const flatCopy = Bun.spawnSync(["cp", "--sparse=never", flat, raw]);
+  if (flatCopy.exitCode !== 0) throw new Error(flatCopy.stderr.toString());
+  const qemu = Bun.spawn(
+    ["qemu-nbd", "--persistent", "--shared=4", "-f", "raw", "--cache=writeback", "-k", qemuSocket, raw],
+    {
+      stdio: ["ignore", "ignore", "inherit"],
+    },
+  );
+  await Bun.sleep(300);
+  const upper = { data: join(root, "nbd.data"), index: join(root, "nbd.index") };
+  const device = await daemon.client.create({
+    deviceId: "bench",
+    image: { lowers, upper, virtualSizeBytes: DISK_BYTES },
+    readOnly: false,
+    exportKind: "nbd",
+  });
+  const ours = `nbd+unix:///bench?socket=${device.socketPath}`;
+  const theirs = `nbd+unix:///?socket=${qemuSocket}`;
+  const run = async (uri: string, options: Record<string, string | number>): Promise<Sample> => {
+    const { iops, mibPerSecond, cpuUs } = await fio({ ioengine: "nbd", uri, size: 480 * MIB, ...options });
+    return { rate: options.bs === "1m" ? mibPerSecond : iops, cpuUs };
+  };
+  const jobs: [string, string, Record<string, string | number>][] = [
+    ["4 KiB random read, 1 at a time", "/s", { rw: "randread", bs: "4k", iodepth: 1, io_size: 40 * MIB }],
+    ["4 KiB random read, 32 at a time", "/s", { rw: "randread", bs: "4k", iodepth: 32, io_size: 160 * MIB }],
+    ["1 MiB sequential read, 4 at a time", "MiB/s", { rw: "read", bs: "1m", iodepth: 4, io_size: 480 * MIB }],
+    ["4 KiB random write, 32 at a time", "/s", { rw: "randwrite", bs: "4k", iodepth: 32, io_size: 80 * MIB }],
+    [
+      "1 MiB sequential write, 4 at a time",
+      "MiB/s",
+      { rw: "write", bs: "1m", iodepth: 4, io_size: 480 * MIB },
+    ],
+  ];
+  try {
+    for (const [name, unit, options] of jobs) {
+      await compare(
+        `NBD: ${name} (qemu-nbd on a raw file)`,
+        unit,
+        0,
+        () => run(ours, options),
+        () => run(theirs, options),
+      );
+    }
+  } finally {
+    qemu.kill();
+    await qemu.exited;
+    await daemon.client.shutdown();
+  }
+});
+
+/** 64 layers with about a million mappings together, all of one sector with gaps, so that none can be joined. */
+function manyMappings(): LayerRef[] {
+  const layers = 64;
+  const perLayer = Math.ceil(1_000_000 / layers);
+  const sector = new Uint8Array(new ArrayBuffer(512)).fill(1);
+  return Array.from({ length: layers }, (_, layer) => {
+    using writer = createLayerWriter(join(root, `map-${layer}`), { virtualSizeBytes: 64 * 2 ** 30 });
+    for (let i = 0; i < perLayer; i++) writer.append((i * layers + layer) * 2 * 512, sector);
+    return writer.finish();
+  });
+}
+
+function rssMiB(): number {
+  Bun.gc(true);
+  return process.memoryUsage().rss / MIB;
+}
+
+await section("open", async () => {
+  header("what", "min / median / max", "target");
+  const image: ImageConfig = { lowers: manyMappings() };
+  const spread = (values: readonly number[]) =>
+    `${Math.min(...values).toFixed(1)} / ${median(values).toFixed(1)} / ${Math.max(...values).toFixed(1)} ms`;
+  const times: number[] = [];
+  for (let round = 0; round < ROUNDS; round++) {
+    const started = performance.now();
+    using stack = openStack(image);
+    times.push(performance.now() - started);
+    if (stack.stats().lowerMappings < 990_000) throw new Error("the image has fewer mappings than it should");
+  }
+  row("open an image of 64 layers with 1 M mappings", spread(times), "< 150 ms");
+  const before = rssMiB();
+  const stacks: LayerStack[] = [];
+  for (let i = 0; i < 4; i++) stacks.push(openStack(image));
+  const perMillion = (rssMiB() - before) / stacks.length;
+  row("memory of 1 M mappings of lowers", `${perMillion.toFixed(1)} MiB`, "< 40 MiB");
+  for (const stack of stacks) stack[Symbol.dispose]();
+
+  const restacks: number[] = [];
+  const data = new Uint8Array(new ArrayBuffer(MIB)).fill(7);
+  for (let round = 0; round < ROUNDS; round++) {
+    const name = (what: string) => join(root, `restack-${round}-${what}`);
+    const upper = { data: name("data"), index: name("index") };
+    using stack = openStack({ lowers, upper, virtualSizeBytes: 2 * 2 ** 30 });
+    for (let i = 0; i < 1024; i++) stack.write(i * MIB, data);
+    stack.flush();
+    const started = performance.now();
+    stack.restack(name("sealed"), { data: name("data2"), index: name("index2") });
+    restacks.push(performance.now() - started);
+    for (const file of ["sealed", "data2", "index2"]) rmSync(name(file));
+  }
+  row("seal and restack of an upper with 1 GiB written", spread(restacks), "< 10 ms");
+});
+console.log(`\n${(statSync(flat).size / MIB).toFixed(0)} MiB per bottom layer`);
