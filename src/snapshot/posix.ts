@@ -1,5 +1,5 @@
 import { createHash } from "node:crypto";
-import { createReadStream } from "node:fs";
+import { type BigIntStats, createReadStream } from "node:fs";
 import { mkdir, readdir, stat, unlink, utimes } from "node:fs/promises";
 import { join } from "node:path";
 import { errorCode, linkOrCopy, readJson, removeTree, syncPath, writeDurable } from "../lib/durable.ts";
@@ -62,6 +62,7 @@ interface AliasDocument {
   readonly tags: Readonly<Record<string, string>>;
 }
 
+const MAX_DIGESTS = 20_000;
 const DIGEST = /^sha256:[0-9a-f]{64}$/;
 const LAYER_FILE = /^sha256_[0-9a-f]{64}\.overlaybd\.commit$/;
 
@@ -79,6 +80,8 @@ class PosixRepository implements SnapshotRepository {
   /** Files in use by leases and running publications, with their number of users. */
   readonly #pins = new Map<string, number>();
   readonly #publishing = new Set<string>();
+  /** Digests of files by what identifies their content on this host. */
+  readonly #digests = new Map<string, string>();
   #prepared: Promise<void> | undefined;
 
   constructor(options: PosixRepositoryOptions) {
@@ -416,14 +419,15 @@ class PosixRepository implements SnapshotRepository {
 
   /** Gives the layer its content-addressed name; an existing one of the same size is taken as it. */
   async #takeLayer(layer: LayerRef, pin: (file: string) => void): Promise<StoredLayer> {
-    const { size } = await statOr(layer.file, (cause) => {
+    const info = await statOr(layer.file, (cause) => {
       throw new AenvError({
         code: "layer_missing",
         message: `layer ${layer.file} of the snapshot to publish cannot be read`,
         cause,
       });
     });
-    const digest = layer.digest ?? `sha256:${await sha256(layer.file)}`;
+    const size = Number(info.size);
+    const digest = layer.digest ?? (await this.#digestOf(layer.file, info));
     const target = this.#layerFile(digest);
     pin(target);
     if (target !== layer.file && !(await linkOrCopy(layer.file, target))) {
@@ -436,10 +440,24 @@ class PosixRepository implements SnapshotRepository {
             "the stored layer is damaged: remove the templates that use it, then the file, and build again",
         });
       }
-      // Fresh again for the collector of another node.
-      await utimes(target, new Date(), new Date());
+      // Fresh again for the collector of another node, by its change time.
+      await utimes(target, new Date(), present.mtime);
     }
     return { digest, size, ...(layer.uuid === undefined ? {} : { uuid: layer.uuid }) };
+  }
+
+  /**
+   * Layers are never written again, and every link of one is the same inode: a sandbox that is snapshotted
+   * again and again has each of its layers read once.
+   */
+  async #digestOf(file: string, info: BigIntStats): Promise<string> {
+    const key = `${info.dev}:${info.ino}:${info.size}:${info.mtimeNs}`;
+    const known = this.#digests.get(key);
+    if (known !== undefined) return known;
+    const digest = `sha256:${await sha256(file)}`;
+    this.#digests.set(key, digest);
+    if (this.#digests.size > MAX_DIGESTS) this.#digests.delete(this.#digests.keys().next().value!);
+    return digest;
   }
 
   async delete(text: string): Promise<void> {
@@ -544,9 +562,9 @@ async function exists(path: string): Promise<boolean> {
   }
 }
 
-async function statOr(path: string, fail: (cause: unknown) => never): Promise<{ size: number }> {
+async function statOr(path: string, fail: (cause: unknown) => never): Promise<BigIntStats> {
   try {
-    return await stat(path);
+    return await stat(path, { bigint: true });
   } catch (cause) {
     return fail(cause);
   }

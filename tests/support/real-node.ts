@@ -14,7 +14,12 @@ import { runCommand } from "../../src/lib/command.ts";
 import { createLogger, type Logger } from "../../src/lib/log.ts";
 import { createMemoryService } from "../../src/memory/index.ts";
 import { createNetworkService } from "../../src/network/index.ts";
-import { createOrchestrator, type NodeOrchestrator } from "../../src/orchestrator/index.ts";
+import {
+  createOrchestrator,
+  type NodeOrchestrator,
+  type OrchestratorOptions,
+  type StartReport,
+} from "../../src/orchestrator/index.ts";
 import { createAgentClient, createSandboxFactory, type SandboxFactory } from "../../src/sandbox/index.ts";
 import { resolveRuntime } from "../../src/setup/index.ts";
 import { createPosixRepository, type SnapshotRepository } from "../../src/snapshot/index.ts";
@@ -93,6 +98,8 @@ export interface RealNode extends AsyncDisposable {
   readonly repository: SnapshotRepository;
   readonly templates: TemplateService;
   readonly orchestrator: NodeOrchestrator;
+  /** What it found of the node before it. */
+  readonly report: StartReport;
   readonly blockd: SupervisedBlockd;
   /** Runs a shell command in a running sandbox as root. */
   sh(sandboxId: string, script: string): Promise<string>;
@@ -107,6 +114,7 @@ export async function startRealNode(options: {
   readonly stateDir?: string;
   readonly pool: number;
   readonly log?: Logger;
+  readonly orchestrator?: Partial<OrchestratorOptions>;
 }): Promise<RealNode> {
   const log = options.log ?? createLogger("test");
   if (options.log === undefined) log.level = process.env.AENV_TEST_LOG ?? "silent";
@@ -145,7 +153,6 @@ export async function startRealNode(options: {
       log,
     ),
   );
-  await network.start([]);
   const sandboxes = createSandboxFactory({
     vmm,
     memory: createMemoryService({ cacheDir: join(home, "memory"), maxCacheBytes: 2 ** 32, log }),
@@ -157,8 +164,10 @@ export async function startRealNode(options: {
     runtimeDir,
     initTimeoutMs: 60_000,
     pollMs: 3,
+    mergeCommand: [process.execPath, join(ROOT, "src/main.ts"), "merge-layers"],
     log,
   });
+  await network.start(await sandboxes.survivors());
   const repository = createPosixRepository({ root: join(home, "repository"), log });
   const orchestrator = createOrchestrator({
     repository,
@@ -170,8 +179,9 @@ export async function startRealNode(options: {
     autoResumeMinTimeoutSeconds: 60,
     evictIntervalMs: 1000,
     log,
+    ...options.orchestrator,
   });
-  await orchestrator.start();
+  const report = await orchestrator.start();
   const imageDir = join(home, "image");
   rmSync(imageDir, { recursive: true, force: true });
   mkdirSync(imageDir, { recursive: true });
@@ -192,6 +202,7 @@ export async function startRealNode(options: {
     repository,
     templates,
     orchestrator,
+    report,
     blockd,
     async sh(sandboxId, script) {
       const route = orchestrator.route(sandboxId);
@@ -213,6 +224,20 @@ export async function startRealNode(options: {
       end.defer(() => templates[Symbol.asyncDispose]());
     },
   };
+}
+
+/** The template of the image made of busybox, which it builds when it is not there. */
+export async function busyboxTemplate(node: RealNode): Promise<string> {
+  const name = "busybox";
+  if ((await node.templates.resolve(name)) !== undefined) return name;
+  const made = await node.templates.create({ name, tags: [] });
+  await node.templates.startBuild(made.templateId, made.buildId, { steps: [] });
+  for (;;) {
+    const { build, logs } = await node.templates.build(made.templateId, made.buildId);
+    if (build.status === "ready") return name;
+    if (build.status === "error") throw new Error(JSON.stringify([build, logs.slice(-5)]));
+    await Bun.sleep(50);
+  }
 }
 
 /** What of a node is to be found on the host: VMMs, namespaces, work directories. */
