@@ -127,6 +127,7 @@ const slot = (index: number): NetworkSlot => {
     applyPolicy: async () => undefined,
     policyReport: async () => ({
       ...{ policy: DEFAULT_POLICY, restricted: false, filtered: false, rules: [], proxiedConnections: 0 },
+      refused: { packets: 0, bytes: 0 },
     }),
     netnsPath: "/run/none",
     tapName: "tap0",
