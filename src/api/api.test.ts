@@ -1,5 +1,7 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
+import { join } from "node:path";
 import { Sandbox } from "e2b";
+import { renderApiPage } from "../../scripts/api-doc.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
@@ -706,4 +708,13 @@ test("the OpenAPI document describes exactly the routes that are served", async 
   for (const operation of Object.values(document.paths).flatMap((path) => Object.values(path as object))) {
     expect(Object.keys((operation as { responses: object }).responses).length).toBeGreaterThan(0);
   }
+});
+
+test("docs/api.md is the document that is served", async () => {
+  const path = join(import.meta.dir, "../../docs/api.md");
+  const page = renderApiPage((await call("GET", "/openapi.json")).json);
+  if (process.env.AENV_UPDATE_DOCS === "1") await Bun.write(path, page);
+  // Not a diff of thousands of lines: what to do about it.
+  const current = (await Bun.file(path).text()) === page;
+  expect(current ? "current" : "run AENV_UPDATE_DOCS=1 bun test src/api").toBe("current");
 });
