@@ -238,18 +238,74 @@ test("an orderly stop pauses what runs, and the next start has it", async () => 
   expect(await sandbox.files.read("/root/kept")).toBe("on disk");
 }, 120_000);
 
-test("a server killed under a running sandbox leaves nothing of it behind", async () => {
+describe("fork and snapshot through the SDK", () => {
+  test("a fork continues from the source's memory, as a sandbox of its own", async () => {
+    await sandbox.files.write("/dev/shm/forked", "the source's");
+    const forks = await sandbox.fork({ count: 2 });
+    const children = forks.map((fork) => {
+      if (!(fork instanceof Sandbox)) throw fork;
+      return fork;
+    });
+    expect(children).toHaveLength(2);
+    for (const [i, child] of children.entries()) {
+      expect(child.sandboxId).not.toBe(sandbox.sandboxId);
+      expect(await child.files.read("/dev/shm/forked")).toBe("the source's");
+      const said = await child.commands.run("hostname; echo $E2B_SANDBOX_ID");
+      expect(said.stdout.split("\n").slice(0, 2)).toEqual([child.sandboxId, child.sandboxId]);
+      await child.files.write("/dev/shm/forked", `child ${i}`);
+    }
+    expect(await sandbox.files.read("/dev/shm/forked")).toBe("the source's");
+    for (const child of children) await child.kill();
+  }, 120_000);
+
+  test("a snapshot is made under a running command, found by name, started from and deleted", async () => {
+    const ticks: string[] = [];
+    const running = await sandbox.commands.run("for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.2; done", {
+      background: true,
+      onStdout: (text) => void ticks.push(text),
+    });
+    await sandbox.files.write("/root/point", "in time");
+    const { snapshotId } = await sandbox.createSnapshot({ name: "point" });
+    await sandbox.files.write("/root/point", "later");
+    // Its stream went on over the moment in which the guest stood still.
+    expect((await running.wait()).stdout.split("\n").filter((line) => line !== "")).toHaveLength(8);
+    expect(await sandbox.files.read("/root/point")).toBe("later");
+    for (const template of [snapshotId, "point"]) {
+      const copy = await Sandbox.create(template, { ...connection, timeoutMs: 600_000 });
+      expect(await copy.files.read("/root/point")).toBe("in time");
+      await copy.kill();
+    }
+    const listed = [];
+    const pages = Sandbox.listSnapshots({ ...connection, sandboxId: sandbox.sandboxId });
+    while (pages.hasNext) listed.push(...(await pages.nextItems()));
+    expect(listed.map((snapshot) => snapshot.snapshotId)).toEqual([snapshotId]);
+    expect(await Sandbox.deleteSnapshot(snapshotId, connection)).toBe(true);
+    expect(await Sandbox.deleteSnapshot(snapshotId, connection)).toBe(false);
+  }, 120_000);
+});
+
+test("a server killed under running sandboxes: the next one has them, with their processes", async () => {
+  const id = sandbox.sandboxId;
+  const script = "n=0; while :; do n=$((n+1)); echo $n > /tmp/n.new; mv /tmp/n.new /tmp/n; sleep 0.1; done";
+  const { pid } = await sandbox.commands.run(script, { background: true, timeoutMs: 0 });
+  for (let i = 0; i < 100 && !(await sandbox.files.exists("/tmp/n")); i++) await Bun.sleep(100);
+  const before = await Sandbox.getInfo(id, connection);
+  const vms = (await hostObjects(server)).filter((line) => line.includes("qemu"));
   await server.kill9();
   await server.start();
-  for (let i = 0; i < 100; i++) {
-    if (!(await hostObjects(server)).some((line) => line.includes("qemu"))) break;
-    await Bun.sleep(100);
-  }
-  expect((await hostObjects(server)).filter((line) => line.includes("qemu"))).toEqual([]);
-  const listed = JSON.parse(await cli("list"));
-  // What it was is not claimed: only what can be started again is listed.
-  for (const entry of listed) expect(entry.state).toBe("paused");
-  for (const entry of listed) await cli("delete", entry.sandboxID);
+  const after = await Sandbox.getInfo(id, connection);
+  expect(after).toEqual(before);
+  expect((await hostObjects(server)).filter((line) => line.includes("qemu"))).toEqual(vms);
+  expect((await sandbox.commands.list()).map((process_) => process_.pid)).toContain(pid);
+  const counted = Number(await sandbox.files.read("/tmp/n"));
+  for (let i = 0; i < 100 && Number(await sandbox.files.read("/tmp/n")) <= counted; i++) await Bun.sleep(100);
+  expect(Number(await sandbox.files.read("/tmp/n"))).toBeGreaterThan(counted);
+  expect(await sandbox.files.read("/root/kept")).toBe("on disk");
+  // It is this server's as any other: it pauses, resumes, and is deleted.
+  await sandbox.pause();
+  sandbox = await Sandbox.connect(id, { ...connection, timeoutMs: 600_000 });
+  expect((await sandbox.commands.list()).map((process_) => process_.pid)).toContain(pid);
+  for (const entry of JSON.parse(await cli("list"))) await cli("delete", entry.sandboxID);
 }, 120_000);
 
 test("after the last delete nothing is left: processes, namespaces, routes, mounts, files", async () => {
