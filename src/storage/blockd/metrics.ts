@@ -117,8 +117,23 @@ export function renderMetrics(stats: BlockdStats): string {
 
 type Address = { readonly unix: string } | { readonly hostname: string; readonly port: number };
 
-/** Serves `GET /metrics`. A unix socket is for its owner alone; a stale file in its place is removed. */
+/**
+ * Serves `GET /metrics`. A unix socket is for its owner alone; a stale file in its place is removed. An address
+ * that cannot be had costs the metrics, not the devices.
+ */
 export function serveMetrics(address: Address, stats: () => Promise<BlockdStats>, log: Logger): Disposable {
+  try {
+    return listen(address, stats, log);
+  } catch (error) {
+    log.error(
+      { err: error, address },
+      "metrics are not served: choose another address and restart the daemon",
+    );
+    return { [Symbol.dispose]: () => undefined };
+  }
+}
+
+function listen(address: Address, stats: () => Promise<BlockdStats>, log: Logger): Disposable {
   if ("unix" in address) rmSync(address.unix, { force: true });
   const server = Bun.serve({
     ...address,

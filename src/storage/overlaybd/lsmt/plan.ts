@@ -105,6 +105,18 @@ export function planRead(
   plan: ReadPlan,
 ): void {
   plan.reset();
+  if (upper === undefined || upper.count === 0) {
+    // Most reads of an image lie in one piece.
+    const at = findFlat(base, offset);
+    if (at < base.count) {
+      const start = base.offsets[at]!;
+      const tag = base.tags[at]!;
+      if (start <= offset && offset + length <= start + base.lengths[at]! && tag < ZEROED_TAG) {
+        plan.add(tag, base.moffsets[at]! + (offset - start), length);
+        return;
+      }
+    }
+  }
   let position = offset;
   visitStack(upper, upperLayer, base, offset, length, (from, partLength, layer, moffset, zeroed) => {
     if (from > position) plan.add(-1, 0, from - position);
