@@ -791,6 +791,21 @@ describe("a server that ends", () => {
     }
   }, 30_000);
 
+  test("a kept slot whose stored policy is damaged is denied everything until it gets another", async () => {
+    const { child, slot } = await otherServer({});
+    await using guest = await startGuest(slot);
+    child.kill("SIGKILL");
+    await child.exited;
+    log.level = "silent";
+    const damaged = { base: "default", allowOut: [], denyOut: ["1.2.3.4/99"] } as const;
+    await using service = await startService({}, [{ index: slot.index, policy: damaged }]);
+    log.level = "error";
+    await using adopted = await service.adopt(slot.index);
+    await expectAll(guest, [tcp(GOOD, 80, "refused"), ask("good.example", "5")]);
+    await adopted.applyPolicy(DEFAULT_POLICY);
+    await expectAll(guest, [tcp(GOOD, 80, "open")]);
+  }, 30_000);
+
   test("other people's rules are as they were", async () => {
     const foreign = `table inet theirs {
   chain forward {

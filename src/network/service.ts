@@ -119,7 +119,7 @@ class Service implements NetworkService {
 
   async start(keep: readonly KeptSlot[]): Promise<void> {
     if (this.#state !== "new") throw new Error(`the network service is ${this.#state}`);
-    const kept = new Map(keep.map(({ index, policy }) => [index, compilePolicy(policy ?? DEFAULT_POLICY)]));
+    const kept = new Map(keep.map((slot) => [slot.index, this.#keptPolicy(slot)]));
     await requireHostSupport();
     await using undo = new AsyncDisposableStack();
     for (const cidr of [this.#plan.hostInteraction, this.#plan.veth]) {
@@ -420,6 +420,19 @@ class Service implements NetworkService {
   }
 
   // ---- policies ------------------------------------------------------------------------------------
+
+  /** A stored policy that is not in order must not keep the server from starting, nor open anything. */
+  #keptPolicy({ index, policy }: KeptSlot): CompiledPolicy {
+    try {
+      return compilePolicy(policy ?? DEFAULT_POLICY);
+    } catch (error) {
+      this.#log.error(
+        { err: error, slot: index },
+        "a kept slot's policy cannot be read: it is denied everything",
+      );
+      return compilePolicy({ base: "deny", allowOut: [], denyOut: [] });
+    }
+  }
 
   /** Kept slots have their policies back before anybody asks; until then the new table refuses them all. */
   async #restorePolicies(kept: ReadonlyMap<number, CompiledPolicy>): Promise<void> {
