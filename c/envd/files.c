@@ -442,7 +442,7 @@ static int part_begin(void *arg, const char *name, const char *filename) {
 static int part_data(void *arg, const uint8_t *p, size_t n) {
   upload *u = arg;
   if (u->s.fd < 0) return 0;
-  int rc = write_all(u->s.fd, p, n);
+  int rc = stage_write(&u->s, p, n);
   return rc ? fail(u, status_of(rc), "cannot write", u->path, rc) : 0;
 }
 
@@ -655,7 +655,7 @@ static void compose_child(void *owner, buf *out) {
       ssize_t n = read(in, chunk, CHUNK);
       if (n < 0) rc = -errno;
       if (n <= 0) break;
-      rc = write_all(s.fd, chunk, (size_t)n);
+      rc = stage_write(&s, chunk, (size_t)n);
     }
     free(chunk);
     if (in >= 0) close(in);

@@ -110,6 +110,34 @@ int stage_open(stage *s, arena *a, const char *path, const account *u) {
   return rc;
 }
 
+int stage_write(stage *s, const uint8_t *p, size_t n) {
+  enum { BLOCK = 4096 };
+  while (n) {
+    // As many bytes as are of one kind: zeros up to the block's end, or anything else.
+    size_t run = 0;
+    bool zero = false;
+    while (run < n) {
+      size_t k = BLOCK - (size_t)((uint64_t)(s->size + (off_t)run) % BLOCK);
+      if (k > n - run) k = n - run;
+      bool z = !p[run] && !memcmp(p + run, p + run + 1, k - 1);
+      if (run && z != zero) break;
+      zero = z;
+      run += k;
+    }
+    for (size_t done = 0; !zero && done < run;) {
+      ssize_t w = pwrite(s->fd, p + done, run - done, s->size + (off_t)done);
+      if (w < 0 && errno == EINTR) continue;
+      if (w < 0) return -errno;
+      done += (size_t)w;
+    }
+    s->holes |= zero;
+    s->size += (off_t)run;
+    p += run;
+    n -= run;
+  }
+  return 0;
+}
+
 // A name for the unnamed file. 0, or -errno.
 static int link_as(int fd, const char *path) {
   if (!linkat(fd, "", AT_FDCWD, path, AT_EMPTY_PATH)) return 0;
@@ -120,8 +148,8 @@ static int link_as(int fd, const char *path) {
 }
 
 int stage_commit(stage *s, void (*replacing)(void *arg, const char *path), void *arg) {
-  int rc = 0;
-  if (!s->in_place) {
+  int rc = s->holes && ftruncate(s->fd, s->size) ? -errno : 0; // the last one has no end yet
+  if (!rc && !s->in_place) {
     rc = s->named ? -EEXIST : link_as(s->fd, s->path);
     if (rc == -EEXIST) { // there is one already: a second name takes its place in one step
       char tmp[PATH_MAX];

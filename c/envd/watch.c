@@ -52,6 +52,8 @@ typedef struct watcher {
   size_t nqueued;
   seen *seen[SEEN_SLOTS];
   size_t nseen;
+  char *moving; // directory that left its name; where to, the event with the same cookie tells
+  uint32_t cookie;
 } watcher;
 
 #define MASK (IN_CREATE | IN_MOVED_TO | IN_MOVED_FROM | IN_ATTRIB | IN_MODIFY | IN_DELETE | IN_DELETE_SELF | IN_MOVE_SELF)
@@ -93,6 +95,8 @@ static void watcher_free(watcher *w) {
   free(w->nodes);
   for (queued *q = w->first, *n; q; q = n) n = q->next, free(q);
   forget_seen(w);
+  free(w->moving);
+  w->moving = NULL;
   free(w->root);
   w->n = w->cap = 0;
   w->nodes = NULL;
@@ -186,6 +190,30 @@ static void forget_tree(watcher *w, const char *rel) {
 static bool is_staging(const char *name) {
   if (!strncmp(name, STAGE_PREFIX, strlen(STAGE_PREFIX))) return true;
   return name[0] == '#' && name[1] && !name[1 + strspn(name + 1, "0123456789")];
+}
+
+// Where a directory left to is known by now, or it left the tree.
+static void settle_move(watcher *w) {
+  if (!w->moving) return;
+  forget_tree(w, w->moving);
+  free(w->moving);
+  w->moving = NULL;
+}
+
+// A directory moved within the tree takes its watches along; what happens inside must not fall between two watches.
+static int rename_tree(watcher *w, const char *from, const char *to) {
+  size_t len = strlen(from);
+  for (size_t i = 0; i < w->n; i++) {
+    const char *r = w->nodes[i].rel;
+    if (strncmp(r, from, len) || (r[len] && r[len] != '/')) continue;
+    size_t cap = strlen(to) + strlen(r + len) + 1;
+    char *now = malloc(cap);
+    if (!now) return -ENOMEM;
+    snprintf(now, cap, "%s%s", to, r + len);
+    free(w->nodes[i].rel);
+    w->nodes[i].rel = now;
+  }
+  return 0;
 }
 
 static int add_dir(watcher *w, const char *rel, bool report, int depth) {
@@ -318,9 +346,20 @@ static void one_event(watcher *w, const struct inotify_event *e) {
   if (e->mask & IN_MODIFY) emit(w, rel, EV_WRITE);
   if (e->mask & (IN_DELETE | IN_DELETE_SELF)) emit(w, rel, EV_REMOVE);
   if (!dir || !w->recursive) return;
-  if (e->mask & (IN_MOVED_FROM | IN_DELETE)) forget_tree(w, rel);
-  if (create && !known) {
-    int rc = add_dir(w, rel, true, 1);
+  if (e->mask & IN_DELETE) forget_tree(w, rel);
+  if (e->mask & IN_MOVED_FROM) {
+    settle_move(w);
+    w->moving = strdup(rel);
+    w->cookie = e->cookie;
+    if (!w->moving) forget_tree(w, rel);
+  }
+  bool moved = (e->mask & IN_MOVED_TO) && w->moving && w->cookie == e->cookie;
+  if (create && (moved || !known)) {
+    int rc = moved ? rename_tree(w, w->moving, rel) : add_dir(w, rel, true, 1);
+    if (moved) {
+      free(w->moving);
+      w->moving = NULL;
+    }
     if (rc) give_up(w, rc == -ENOSPC ? "out of inotify watches (fs.inotify.max_user_watches)" : strerror(-rc));
   }
 }
@@ -346,6 +385,7 @@ static void on_inotify(ev *e, uint32_t events) {
     if (n < 0 && errno == EAGAIN) {
       // Whatever was queued before a directory was looked into has been read now.
       forget_seen(w);
+      settle_move(w);
       break;
     }
     if (n < 0 && errno != EINTR) give_up(w, strerror(errno));

@@ -16,7 +16,8 @@ export interface Agent extends AsyncDisposable {
 }
 
 const PASSWD = [
-  "root:x:0:0:root:/root:/bin/bash",
+  // homes of the test alone: a login shell that is killed must not meet the start-up files of this machine
+  "root:x:0:0:root:ROOT:/bin/bash",
   "# no account",
   "broken",
   "user:x:54321:54321:A User:HOME:/bin/bash",
@@ -33,8 +34,8 @@ export async function startAgent(
   if (!existsSync(BINARY)) throw new Error(`${BINARY} is missing: run make build/envd, or set AENV_ENVD`);
   const dir = mkdtempSync("/tmp/guest-agent-");
   const home = join(dir, "home/user");
-  await Bun.$`mkdir -p ${join(dir, "etc")} ${home} && chown 54321:54321 ${home} && chmod 755 ${dir}`;
-  writeFileSync(join(dir, "etc/passwd"), PASSWD.replace("HOME", home));
+  await Bun.$`mkdir -p ${join(dir, "etc")} ${join(dir, "root")} ${home} && chown 54321:54321 ${home} && chmod 755 ${dir}`;
+  writeFileSync(join(dir, "etc/passwd"), PASSWD.replace("HOME", home).replace("ROOT", join(dir, "root")));
   writeFileSync(join(dir, "etc/group"), GROUP);
   const child = Bun.spawn(
     [...wrapper(dir), BINARY, "--addr", "127.0.0.1", "--port", "0", "--root", dir, ...args],

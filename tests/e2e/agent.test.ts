@@ -10,7 +10,7 @@ import {
   writeFileSync,
 } from "node:fs";
 import { dirname, join } from "node:path";
-import { CommandExitError, Sandbox } from "e2b";
+import { Sandbox } from "e2b";
 import { runCommand } from "../../src/lib/command.ts";
 import type { RunningSandbox } from "../../src/sandbox/types.ts";
 import { type Agent, call, collect, eventually, openStream, run, sh } from "../agent/harness.ts";
