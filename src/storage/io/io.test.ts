@@ -124,6 +124,13 @@ describe.each(kinds)("engine %s", (kind) => {
   });
 });
 
+test("a host that gives no ring is told by the name of the error, and gets the thread pool", async () => {
+  expect(Ring.open(2 ** 31)).toBe("EINVAL");
+  await using engine = openIoEngine({ entries: 2 ** 31 });
+  expect(engine.kind).toBe("threads");
+  expect(engine.reason).toContain("EINVAL");
+});
+
 test("preadCached tells what is not in memory", () => {
   const file = join(dir, "cached");
   writeFileSync(file, bytes(100_000, 4));
