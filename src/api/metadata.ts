@@ -44,6 +44,7 @@ export function matchesMetadata(
   metadata: Readonly<Record<string, string>>,
   filter: ReadonlyMap<string, string>,
 ): boolean {
+  if (filter.size === 0) return true;
   for (const [key, value] of filter) if (metadata[key] !== value) return false;
   return true;
 }

@@ -41,31 +41,41 @@ function compare(a: PageKey, b: PageKey, ascending: boolean): number {
  */
 export class Ordering<Item> {
   readonly #key: (item: Item) => PageKey;
+  /** The last answer for each direction: lists are read far more often than they change. */
+  readonly #last = new Map<boolean, { readonly items: readonly Item[]; readonly sorted: readonly Item[] }>();
 
   constructor(key: (item: Item) => PageKey) {
     this.#key = key;
   }
 
-  of(items: readonly Item[], ascending: boolean): Item[] {
-    const keyed = items.map((item) => ({ item, key: this.#key(item) }));
-    if (!ascending) keyed.reverse();
+  of(items: readonly Item[], ascending: boolean): readonly Item[] {
+    const last = this.#last.get(ascending);
+    const same = last?.items.length === items.length && items.every((item, i) => item === last.items[i]);
+    if (last !== undefined && same) return last.sorted;
+    const sorted = this.#sort(items, ascending);
+    this.#last.set(ascending, { items, sorted });
+    return sorted;
+  }
+
+  #sort(items: readonly Item[], ascending: boolean): Item[] {
+    const key = this.#key;
+    const sorted = ascending ? items.slice() : items.toReversed();
+    const order = (a: Item, b: Item) => compare(key(a), key(b), ascending);
     // Insertion sort: linear where nearly nothing has to move. A list in no order is sorted as a whole.
-    let moves = keyed.length * 4;
-    for (let i = 1; i < keyed.length; i++) {
-      const entry = keyed[i]!;
+    let moves = sorted.length * 4;
+    for (let i = 1; i < sorted.length; i++) {
+      const item = sorted[i]!;
+      if (order(sorted[i - 1]!, item) <= 0) continue;
       let at = i;
-      while (at > 0 && compare(keyed[at - 1]!.key, entry.key, ascending) > 0) {
-        keyed[at] = keyed[at - 1]!;
+      while (at > 0 && order(sorted[at - 1]!, item) > 0) {
+        sorted[at] = sorted[at - 1]!;
         at--;
       }
-      keyed[at] = entry;
+      sorted[at] = item;
       moves -= i - at;
-      if (moves < 0) {
-        keyed.sort((a, b) => compare(a.key, b.key, ascending));
-        break;
-      }
+      if (moves < 0) return sorted.sort(order);
     }
-    return keyed.map((entry) => entry.item);
+    return sorted;
   }
 }
 

@@ -239,19 +239,22 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         const startedAfter =
           query.startedAfter === undefined ? undefined : new Date(query.startedAfter).toISOString();
         const ascending = query.order === "asc";
+        const { template } = query;
+        const all = sandboxOrder.of(orchestrator.list(), ascending);
+        const unfiltered = filter.size === 0 && startedAfter === undefined && template === undefined;
+        const candidates = unfiltered
+          ? all
+          : all.filter(
+              (record) =>
+                matchesMetadata(record.metadata, filter) &&
+                (startedAfter === undefined || record.startedAt >= startedAfter) &&
+                (template === undefined || record.templateId === template || record.alias === template),
+            );
         let running = 0;
-        const matching = sandboxOrder.of(orchestrator.list(), ascending).filter((record) => {
-          const matches =
-            matchesMetadata(record.metadata, filter) &&
-            (startedAfter === undefined || record.startedAt >= startedAfter) &&
-            (query.template === undefined ||
-              record.templateId === query.template ||
-              record.alias === query.template);
-          if (!matches) return false;
-          const state = publicState(record);
-          if (state === "running") running++;
-          return states.length === 0 || states.includes(state);
-        });
+        for (const record of candidates) if (publicState(record) === "running") running++;
+        const wanted = new Set(states.length === 0 ? ["running", "paused"] : states);
+        const matching =
+          wanted.size === 2 ? candidates : candidates.filter((record) => wanted.has(publicState(record)));
         const page = pageOf(matching, recordKey, {
           limit: query.limit,
           nextToken: query.nextToken,
