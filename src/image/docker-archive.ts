@@ -135,6 +135,12 @@ async function hashMember(
   return `sha256:${hasher.digest("hex")}`;
 }
 
+/** `name` and `docker.io/library/name:latest` are one image; writers of archives differ in how much they write. */
+function canonical(tag: string): string {
+  const short = tag.replace(/^(?:index\.)?docker\.io\//, "").replace(/^library\//, "");
+  return short.lastIndexOf(":") > short.lastIndexOf("/") ? short : `${short}:latest`;
+}
+
 function pick(reference: string, archive: ArchiveReference, entries: z.infer<typeof ManifestFile>) {
   const tags = (entry: (typeof entries)[number]) => entry.RepoTags ?? [];
   if (archive.image === undefined) {
@@ -142,12 +148,12 @@ function pick(reference: string, archive: ArchiveReference, entries: z.infer<typ
     const all = entries.flatMap(tags).join(", ");
     throw notFound(reference, `the archive has ${entries.length} images: name one of ${all}`);
   }
-  const wanted = archive.image.includes(":") ? archive.image : `${archive.image}:latest`;
-  const found = entries.find((entry) => tags(entry).includes(wanted));
+  const wanted = canonical(archive.image);
+  const found = entries.find((entry) => tags(entry).some((tag) => canonical(tag) === wanted));
   if (found !== undefined) return found;
   throw notFound(
     reference,
-    `the archive has no image ${wanted}; it has: ${entries.flatMap(tags).join(", ") || "none"}`,
+    `the archive has no image ${archive.image}; it has: ${entries.flatMap(tags).join(", ") || "none"}`,
   );
 }
 
