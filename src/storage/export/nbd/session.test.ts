@@ -487,6 +487,33 @@ test("FUA flushes after the write; trim and zeroes reach the target", async () =
   expect(calls).toEqual(["write", "flush", "trim", "zero", "flush", "flush"]);
 });
 
+test("a large write reaches the device in blocks as it arrives, and one that fails half-way answers once", async () => {
+  const { feed, reader, memory, state, calls } = await opened(true);
+  for (const [offset, length, chunk] of [
+    [100, 1_000_001, 65_000],
+    [4096, 300_000, 4096],
+    [8191, 9000, 777],
+  ] as const) {
+    const data = pattern(length, chunk);
+    await feed(request(Command.write, 1, offset, length, 0, data), chunk);
+    expect(reader.answer()).toMatchObject({ cookie: 1, error: 0 });
+    expect(reader.answer()).toBeUndefined();
+    expect(Buffer.compare(memory.subarray(offset, offset + length), data)).toBe(0);
+  }
+  calls.length = 0;
+  const whole = request(Command.write, 2, 0, 1 << 20, CommandFlag.fua, pattern(1 << 20, 3));
+  await feed(whole.subarray(0, 400_000));
+  expect(calls).toEqual(["write"]);
+  state.fault = new AenvError({ code: "disk_full", message: "no space" });
+  await feed(whole.subarray(400_000, 800_000));
+  state.fault = undefined;
+  await feed(whole.subarray(800_000));
+  expect(reader.answer()).toMatchObject({ cookie: 2, error: NbdErrno.ENOSPC });
+  expect(calls).toEqual(["write"]);
+  await feed(request(Command.flush, 3, 0, 0));
+  expect(reader.answer()).toMatchObject({ cookie: 3, error: 0 });
+});
+
 test("errors have the protocol's numbers and the session goes on", async () => {
   const { feed, reader, state, events } = await opened(true);
   const huge = 2n ** 64n - 512n;

@@ -69,6 +69,8 @@ const READ_PIECE_BYTES = 1 << 20;
  */
 const TURN_CREDIT_BYTES = 1 << 20;
 const REQUEST_COST_BYTES = 4096;
+/** Writes reach the device in pieces that end where such a block ends. */
+const BLOCK_BYTES = 4096;
 /** Requests that wait for a disk; further ones are not looked at. */
 const MAX_PENDING = 64;
 /** The same by memory that they hold. */
@@ -115,8 +117,10 @@ export class NbdSession {
   /** Headers and option data that did not arrive in one piece. */
   #partial: Uint8Array = new Uint8Array(REQUEST_BYTES);
   #partialFill = 0;
-  #payload: Uint8Array | undefined;
-  #payloadFill = 0;
+  /** Of the current write: bytes written, and those of the block that has not arrived whole. */
+  #payloadDone = 0;
+  readonly #block = new Uint8Array(new ArrayBuffer(BLOCK_BYTES));
+  #blockFill = 0;
   #skipBytes = 0;
   #skipError: NbdErrno = NbdErrno.none;
   /** Bytes of the current read that were put into the output; undefined when no read is under way. */
@@ -186,9 +190,7 @@ export class NbdSession {
     this.#phase = "closed";
     this.#backlog = EMPTY;
     if (this.#output !== undefined) this.#pool.give(this.#output);
-    if (this.#payload !== undefined) this.#pool.give(this.#payload);
     this.#output = undefined;
-    this.#payload = undefined;
     for (const late of this.#late.splice(0)) this.#drop(late);
   }
 
@@ -445,7 +447,8 @@ export class NbdSession {
       } else if (request.lengthBytes === 0) {
         this.#reply(NbdErrno.none);
       } else {
-        this.#payloadFill = 0;
+        this.#payloadDone = 0;
+        this.#blockFill = 0;
         this.#phase = "payload";
       }
       return;
@@ -510,37 +513,63 @@ export class NbdSession {
     return NbdErrno.none;
   }
 
+  /**
+   * Writes what has arrived of the payload, in whole blocks straight from the input; what is left of a block
+   * waits for the rest of it. Of a write that fails half-way or whose client goes away a part may be done, as
+   * with any disk: nobody was told that it is.
+   */
   #fillPayload(input: Uint8Array, at: number): number {
-    const size = this.#request.lengthBytes;
-    const available = input.length - at;
-    if (this.#payload === undefined && available >= size) {
-      this.#credit -= size;
-      this.#write(input.subarray(at, at + size));
-      return at + size;
+    const { offsetBytes, lengthBytes } = this.#request;
+    let from = at;
+    while (from < input.length && this.#payloadDone < lengthBytes) {
+      const start = this.#payloadDone;
+      const available = Math.min(input.length - from, lengthBytes - start - this.#blockFill);
+      const toBlockEnd = BLOCK_BYTES - ((offsetBytes + start + this.#blockFill) % BLOCK_BYTES);
+      const last = start + this.#blockFill + available === lengthBytes;
+      if (this.#blockFill > 0 || (available < toBlockEnd && !last)) {
+        const taken = Math.min(available, toBlockEnd);
+        this.#block.set(input.subarray(from, from + taken), this.#blockFill);
+        this.#blockFill += taken;
+        from += taken;
+        const complete = taken === toBlockEnd || start + this.#blockFill === lengthBytes;
+        if (complete) {
+          const whole = this.#block.subarray(0, this.#blockFill);
+          this.#blockFill = 0;
+          if (!this.#writePiece(whole)) return from;
+        }
+        continue;
+      }
+      const taken = last ? available : available - ((offsetBytes + start + available) % BLOCK_BYTES);
+      from += taken;
+      if (!this.#writePiece(input.subarray(from - taken, from))) return from;
     }
-    if (available === 0) return at;
-    this.#payload ??= this.#pool.take(size);
-    const taken = Math.min(size - this.#payloadFill, available);
-    this.#credit -= taken;
-    this.#payload.set(input.subarray(at, at + taken), this.#payloadFill);
-    this.#payloadFill += taken;
-    if (this.#payloadFill === size) {
-      const payload = this.#payload;
-      this.#payload = undefined;
-      this.#write(payload.subarray(0, size));
-      this.#pool.give(payload);
-    }
-    return at + taken;
+    return from;
   }
 
-  #write(data: Uint8Array): void {
-    this.#phase = "request";
-    this.#change("write", (own) => this.#target.write(own.offsetBytes, data));
+  /** Writes the next piece of the payload and, after the last, answers. False: it failed, the rest is skipped. */
+  #writePiece(piece: Uint8Array): boolean {
+    const { offsetBytes, lengthBytes } = this.#request;
+    const offset = offsetBytes + this.#payloadDone;
+    this.#payloadDone += piece.length;
+    this.#credit -= piece.length;
+    const error = this.#attempt("write", this.#request, () => this.#target.write(offset, piece));
+    if (this.#payloadDone === lengthBytes) {
+      this.#phase = "request";
+      this.#finishChange(error);
+    } else if (error !== NbdErrno.none) {
+      this.#skipBytes = lengthBytes - this.#payloadDone;
+      this.#skipError = error;
+      this.#phase = "skip";
+    }
+    return error === NbdErrno.none;
   }
 
   /** Runs a change of the content and answers it: at once, or after a flush when it is to be durable (FUA). */
   #change(operation: string, action: (own: NbdRequest) => void): void {
-    const error = this.#attempt(operation, this.#request, action);
+    this.#finishChange(this.#attempt(operation, this.#request, action));
+  }
+
+  #finishChange(error: NbdErrno): void {
     if (error === NbdErrno.none && (this.#request.flags & CommandFlag.fua) !== 0) this.#flushLate();
     else this.#reply(error);
   }
