@@ -178,7 +178,7 @@ export const hostDisk: Disk = {
   deviceOf: (directory) => String(statSync(directory).dev),
   identityOf(file) {
     const stat = statSync(file, { bigint: true });
-    return `${stat.dev}:${stat.ino}:${stat.size}:${stat.mtimeNs}:${stat.ctimeNs}`;
+    return `${stat.dev}:${stat.ino}:${stat.size}:${stat.mtimeNs}`;
   },
 };
 

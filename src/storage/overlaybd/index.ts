@@ -4,6 +4,7 @@
  */
 
 export { type Disk, type DiskFile, hostDisk } from "./disk.ts";
+export type { IndexCacheOptions } from "./index-cache.ts";
 export { inspectLayer } from "./inspect.ts";
 export { createLayerWriter } from "./layer-writer.ts";
 export { commitUpper, mergeLayers } from "./merge.ts";

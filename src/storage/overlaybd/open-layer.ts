@@ -37,14 +37,23 @@ export interface OpenLayer extends Disposable {
 }
 
 export function openLayer(disk: Disk, file: string, layer: number): OpenLayer {
+  const opened = openLayerBlocks(disk, file);
+  try {
+    const index = readLayerIndex(opened.source, opened.blocks.trailer, layer);
+    return { ...opened, index };
+  } catch (error) {
+    opened[Symbol.dispose]();
+    throw error;
+  }
+}
+
+/** Like `openLayer`, with the index left to be read. */
+export function openLayerBlocks(disk: Disk, file: string): Omit<OpenLayer, "index"> {
   const { source, container } = openUnwrapped(disk, file);
   try {
-    const blocks = readLayerBlocks(source);
-    const index = readLayerIndex(source, blocks.trailer, layer);
     return {
       source,
-      blocks,
-      index,
+      blocks: readLayerBlocks(source),
       container: [...container, "lsmt"],
       [Symbol.dispose]: () => source[Symbol.dispose](),
     };

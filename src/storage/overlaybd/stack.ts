@@ -4,13 +4,15 @@ import { newId } from "../../lib/ids.ts";
 import { type Disk, hostDisk } from "./disk.ts";
 import { badRequest } from "./errors.ts";
 import { executeRead, locateRead, tryExecuteRead } from "./execute.ts";
+import { cachedIndex, type IndexCacheOptions, indexKey, type LayerIdentity } from "./index-cache.ts";
 import { checkVirtualSize } from "./layer-writer.ts";
 import { EMPTY_INDEX, type FlatIndex, findFlat, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
-import { BLOCK_SECTORS, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
+import { BLOCK_SECTORS, type LsmtBlock, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
+import { readLayerIndex } from "./lsmt/layer.ts";
 import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
 import { Upper, type UpperTuning } from "./lsmt/upper.ts";
 import { clearBlankUpper, createUpperFiles } from "./lsmt/upper-files.ts";
-import { openLayer } from "./open-layer.ts";
+import { openLayer, openLayerBlocks } from "./open-layer.ts";
 import {
   lowersDigest,
   placeFresh,
@@ -540,9 +542,12 @@ class Stack implements LayerStack {
 export function openLowers(
   disk: Disk,
   refs: readonly LayerRef[],
+  cache?: IndexCacheOptions,
 ): {
   lowers: Lower[];
   base: FlatIndex;
+  /** Of the index cache. */
+  warnings: string[];
   inheritedSizeBytes: number;
   topUuid: string | undefined;
   bottomParentUuid: string | undefined;
@@ -556,12 +561,13 @@ export function openLowers(
   }
   using cleanup = new DisposableStack();
   const lowers: Lower[] = [];
-  const indexes: FlatIndex[] = [];
+  const trailers: LsmtBlock[] = [];
+  const identities: LayerIdentity[] = [];
   let inheritedSizeBytes = 0;
   let topUuid: string | undefined;
   let bottomParentUuid: string | undefined;
   for (const [number, ref] of refs.entries()) {
-    const layer = openLayer(disk, ref.file, number);
+    const layer = openLayerBlocks(disk, ref.file);
     cleanup.use(layer.source);
     const { header, trailer } = layer.blocks;
     const uuid = trailer.uuid ?? header.uuid;
@@ -569,13 +575,29 @@ export function openLowers(
     if (number === 0) bottomParentUuid = header.parentUuid ?? trailer.parentUuid;
     topUuid = uuid;
     lowers.push({ ref, source: layer.source, uuid });
-    indexes.push(layer.index);
+    trailers.push(trailer);
+    identities.push({
+      file: disk.identityOf(ref.file),
+      uuid,
+      sizeBytes: layer.source.sizeBytes,
+      virtualSizeBytes: trailer.virtualSizeBytes,
+      indexOffsetBytes: trailer.indexOffsetBytes,
+      indexSize: trailer.indexSize,
+    });
   }
-  const base = mergeAll(indexes);
+  const readAll = () =>
+    mergeAll(lowers.map((lower, number) => readLayerIndex(lower.source, trailers[number]!, number)));
+  const warnings: string[] = [];
+  const warn = (message: string) => warnings.push(message);
+  const base =
+    lowers.length === 0
+      ? EMPTY_INDEX
+      : cachedIndex(cache, indexKey(identities), lowers.length, readAll, warn);
   const owned = cleanup.move();
   return {
     lowers,
     base,
+    warnings,
     inheritedSizeBytes,
     topUuid,
     bottomParentUuid,
@@ -587,6 +609,8 @@ export interface StackOptions {
   /** Absent: the host's file system. */
   readonly disk?: Disk;
   readonly tuning?: UpperTuning;
+  /** Absent: merged indexes are shared within the thread, but kept nowhere. */
+  readonly indexCache?: IndexCacheOptions;
 }
 
 /** See OverlaybdRoom.openStack. */
@@ -597,7 +621,8 @@ export function openStack(given: ImageConfig, options: StackOptions = {}): Layer
   const { config, warnings } = recoverRestack(disk, given);
   if (blank !== undefined) warnings.push(blank);
   using cleanup = new DisposableStack();
-  const opened = cleanup.use(openLowers(disk, config.lowers));
+  const opened = cleanup.use(openLowers(disk, config.lowers, options.indexCache));
+  warnings.push(...opened.warnings);
   const wanted = config.virtualSizeBytes ?? opened.inheritedSizeBytes;
   const noSize = () =>
     badRequest(

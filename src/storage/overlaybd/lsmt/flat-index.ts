@@ -1,3 +1,4 @@
+import { allocateBig } from "../../../../ffi/bigmem.ts";
 import { MAX_MAPPING_SECTORS, MAX_MAPPINGS } from "./format.ts";
 
 /**
@@ -104,49 +105,186 @@ export function findFlat(index: FlatIndex, sector: number): number {
   return low;
 }
 
+/** The arrays of indexes, several one behind the other. */
+export interface Columns {
+  readonly offsets: Float64Array;
+  readonly lengths: Uint16Array;
+  readonly moffsets: Float64Array;
+  readonly tags: Uint16Array;
+}
+
+/** Bytes that a mapping takes in memory. */
+export const FLAT_MAPPING_BYTES = 20;
+const BIG_BYTES = 1 << 20;
+
+/** Arrays of `size` entries with undefined content. */
+export function newColumns(size: number): Columns {
+  const bytes = size * FLAT_MAPPING_BYTES;
+  const buffer = bytes < BIG_BYTES ? new ArrayBuffer(bytes) : allocateBig(bytes);
+  return {
+    offsets: new Float64Array(buffer, 0, size),
+    moffsets: new Float64Array(buffer, 8 * size, size),
+    lengths: new Uint16Array(buffer, 16 * size, size),
+    tags: new Uint16Array(buffer, 18 * size, size),
+  };
+}
+
+/** Every top mapping may cut one of the bottom's in two. */
+function mergedBound(topCount: number, bottomCount: number): number {
+  return 2 * topCount + bottomCount;
+}
+
+/**
+ * Lays entries [topFrom, topTo) of `top` over entries [bottomFrom, bottomTo) of `bottom` into `out` from entry `at`
+ * on (which has room, see mergedBound) and returns where they end. The inner loop of opening an image: it runs a
+ * few times for every mapping of every layer, so it is one flat function over typed arrays.
+ */
+function mergeColumns(
+  top: Columns,
+  topFrom: number,
+  topTo: number,
+  bottom: Columns,
+  bottomFrom: number,
+  bottomTo: number,
+  out: Columns,
+  at: number,
+): number {
+  const { offsets: topOffsets, lengths: topLengths, moffsets: topMoffsets, tags: topTags } = top;
+  const {
+    offsets: bottomOffsets,
+    lengths: bottomLengths,
+    moffsets: bottomMoffsets,
+    tags: bottomTags,
+  } = bottom;
+  const { offsets, lengths, moffsets, tags } = out;
+  let next = at;
+  let t = topFrom;
+  let b = bottomFrom;
+  // First sector that is not put out yet.
+  let covered = 0;
+  let topOffset = t < topTo ? topOffsets[t]! : Number.POSITIVE_INFINITY;
+  // What the last entry put out is continued by.
+  let lastEnd = -1;
+  let lastTarget = -1;
+  let lastTag = -1;
+  let lastLength = 0;
+  while (t < topTo || b < bottomTo) {
+    let offset: number;
+    let length: number;
+    let moffset: number;
+    let tag: number;
+    if (b < bottomTo) {
+      const start = bottomOffsets[b]!;
+      const end = start + bottomLengths[b]!;
+      if (end <= covered) {
+        b++;
+        continue;
+      }
+      offset = Math.max(start, covered);
+      if (offset < topOffset) {
+        tag = bottomTags[b]!;
+        moffset = bottomMoffsets[b]!;
+        if (tag < ZEROED_TAG) moffset += offset - start;
+        if (end <= topOffset) {
+          length = end - offset;
+          b++;
+        } else {
+          length = topOffset - offset;
+          covered = topOffset;
+        }
+      } else {
+        offset = topOffset;
+        length = topLengths[t]!;
+        moffset = topMoffsets[t]!;
+        tag = topTags[t]!;
+        covered = offset + length;
+        t++;
+        topOffset = t < topTo ? topOffsets[t]! : Number.POSITIVE_INFINITY;
+      }
+    } else {
+      offset = topOffset;
+      length = topLengths[t]!;
+      moffset = topMoffsets[t]!;
+      tag = topTags[t]!;
+      t++;
+      topOffset = t < topTo ? topOffsets[t]! : Number.POSITIVE_INFINITY;
+    }
+    if (
+      lastEnd === offset &&
+      lastTag === tag &&
+      lastLength + length <= MAX_MAPPING_SECTORS &&
+      (tag >= ZEROED_TAG || lastTarget === moffset)
+    ) {
+      lastLength += length;
+      lengths[next - 1] = lastLength;
+    } else {
+      offsets[next] = offset;
+      lengths[next] = length;
+      moffsets[next] = moffset;
+      tags[next] = tag;
+      next++;
+      lastTag = tag;
+      lastLength = length;
+    }
+    lastEnd = offset + length;
+    lastTarget = moffset + length;
+  }
+  return next;
+}
+
+function slice(columns: Columns, from: number, to: number): FlatIndex {
+  const out = newColumns(to - from);
+  out.offsets.set(columns.offsets.subarray(from, to));
+  out.lengths.set(columns.lengths.subarray(from, to));
+  out.moffsets.set(columns.moffsets.subarray(from, to));
+  out.tags.set(columns.tags.subarray(from, to));
+  return { count: to - from, ...out };
+}
+
 /** Lays `top` over `bottom`: where both have a mapping, the top's is kept. Tags are kept. */
 export function mergeFlat(top: FlatIndex, bottom: FlatIndex): FlatIndex {
   if (top.count === 0) return bottom;
   if (bottom.count === 0) return top;
-  const out = new FlatIndexBuilder(top.count + bottom.count);
-  let low = 0;
-  // First sector not yet put out of bottom mapping `low`; its start when that is further.
-  let covered = 0;
-  const addBottomUntil = (limit: number): void => {
-    while (low < bottom.count) {
-      const offset = bottom.offsets[low]!;
-      const end = offset + bottom.lengths[low]!;
-      const from = Math.max(offset, covered);
-      if (from >= limit) return;
-      const to = Math.min(end, limit);
-      if (to > from) {
-        const tag = bottom.tags[low]!;
-        const moffset = bottom.moffsets[low]!;
-        out.add(from, to - from, tag >= ZEROED_TAG ? moffset : moffset + (from - offset), tag);
-      }
-      if (end > limit) {
-        covered = limit;
-        return;
-      }
-      low++;
-    }
-  };
-  for (let i = 0; i < top.count; i++) {
-    const offset = top.offsets[i]!;
-    const length = top.lengths[i]!;
-    addBottomUntil(offset);
-    out.add(offset, length, top.moffsets[i]!, top.tags[i]!);
-    covered = offset + length;
-    while (low < bottom.count && bottom.offsets[low]! + bottom.lengths[low]! <= covered) low++;
-  }
-  addBottomUntil(Number.POSITIVE_INFINITY);
-  return out.finish();
+  const out = newColumns(mergedBound(top.count, bottom.count));
+  const end = mergeColumns(top, 0, top.count, bottom, 0, bottom.count, out, 0);
+  return slice(out, 0, end);
 }
 
 /** The stack's one index: `indexes` bottom to top, each with its own tags already set. */
 export function mergeAll(indexes: readonly FlatIndex[]): FlatIndex {
-  if (indexes.length === 0) return EMPTY_INDEX;
-  if (indexes.length === 1) return indexes[0]!;
-  const middle = indexes.length >>> 1;
-  return mergeFlat(mergeAll(indexes.slice(middle)), mergeAll(indexes.slice(0, middle)));
+  const used = indexes.filter((index) => index.count > 0);
+  if (used.length === 0) return EMPTY_INDEX;
+  if (used.length === 1) return used[0]!;
+  // Neighbours are merged in rounds, from one set of arrays into the other.
+  let total = 0;
+  for (const index of used) total += index.count;
+  let from = newColumns(total);
+  let ends: number[] = [];
+  let end = 0;
+  for (const index of used) {
+    from.offsets.set(index.offsets, end);
+    from.lengths.set(index.lengths, end);
+    from.moffsets.set(index.moffsets, end);
+    from.tags.set(index.tags, end);
+    end += index.count;
+    ends.push(end);
+  }
+  let to = newColumns(0);
+  while (ends.length > 1) {
+    // All but the cuts of bottom mappings in two fit into as much as there was; the bound is twice that.
+    if (to.offsets.length < 2 * end) to = newColumns(2 * end);
+    const merged: number[] = [];
+    let at = 0;
+    for (let i = 0; i < ends.length; i += 2) {
+      const start = i === 0 ? 0 : ends[i - 1]!;
+      const middle = ends[i]!;
+      const stop = i + 1 < ends.length ? ends[i + 1]! : middle;
+      at = mergeColumns(from, middle, stop, from, start, middle, to, at);
+      merged.push(at);
+    }
+    ends = merged;
+    end = at;
+    [from, to] = [to, from];
+  }
+  return slice(from, 0, end);
 }
