@@ -1,5 +1,5 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { lstatSync, readdirSync, readFileSync, readlinkSync } from "node:fs";
+import { existsSync, lstatSync, readdirSync, readFileSync, readlinkSync } from "node:fs";
 import { chmod, mkdir, readdir, rm, truncate } from "node:fs/promises";
 import { join } from "node:path";
 import { EXT4_HELPER, type ImageRig, serviceOptions, startImageRig } from "../../tests/support/image-rig.ts";
@@ -7,10 +7,12 @@ import {
   type BuiltImage,
   buildImage,
   buildIndex,
+  compress,
   hostArchitecture,
   type LayerInput,
   makeTar,
   pushImage,
+  sha256,
   type TarInput,
   tarHeader,
   writeLayout,
@@ -739,6 +741,146 @@ describe("resolve", () => {
     const fromFile = await rig.service({ dockerConfigPath }).resolve(reference);
     const credentials = { username: "user", password: "p:ä ss" };
     expect(await rig.service().resolve(reference, { credentials })).toEqual(fromFile);
+  });
+
+  test("credential helpers: by host, the store, tokens; a helper that fails means no login", async () => {
+    await using locked = await startRegistry({ users: { user: "helped" } });
+    const header = { authorization: `Basic ${Buffer.from("user:helped").toString("base64")}` };
+    await pushImage(locked.url, "helped", "v1", buildImage({ layers: layers([file("helped")]) }), header);
+    const bin = join(rig.directory, "bin");
+    await mkdir(bin);
+    const helper = async (name: string, script: string) => {
+      await Bun.write(join(bin, `docker-credential-${name}`), `#!/bin/sh\n${script}\n`);
+      await chmod(join(bin, `docker-credential-${name}`), 0o755);
+    };
+    const seen = join(rig.directory, "helper-input");
+    await helper("good", `cat > ${seen}; echo '{"ServerURL":"x","Username":"user","Secret":"helped"}'`);
+    await helper("none", "echo 'credentials not found in native keychain'; exit 1");
+    await helper("noise", "echo not-json");
+    const before = process.env.PATH;
+    process.env.PATH = `${bin}:${before}`;
+    try {
+      const dockerConfigPath = join(rig.directory, "helpers.json");
+      const resolve = async (config: unknown) => {
+        await Bun.write(dockerConfigPath, JSON.stringify(config));
+        return rig.service({ dockerConfigPath }).resolve(`${locked.host}/helped:v1`);
+      };
+      const image = await resolve({ credHelpers: { [locked.host]: "good" }, credsStore: "noise" });
+      expect(await Bun.file(seen).text()).toBe(locked.host);
+      expect(await resolve({ credsStore: "good" })).toEqual(image);
+      const auth = Buffer.from("user:helped").toString("base64");
+      expect(await resolve({ credsStore: "none", auths: { [locked.host]: { auth } } })).toEqual(image);
+      for (const name of ["none", "noise", "absent", "../escape"])
+        expect(await rejection(resolve({ credsStore: name }))).toMatchObject({ code: "image_unauthorized" });
+    } finally {
+      process.env.PATH = before;
+    }
+  });
+
+  test("docker archives on the server's disk: names, links between layers, damage", async () => {
+    const tar = (layer: string) => makeTar([file(layer, layer)]);
+    const [one, two] = [tar("one"), tar("two")];
+    const config = (...diffs: Uint8Array[]) =>
+      JSON.stringify({
+        architecture: hostArchitecture(),
+        os: "linux",
+        config: { Cmd: ["/x"] },
+        rootfs: { type: "layers", diff_ids: diffs.map(sha256) },
+      });
+    const archive = join(rig.directory, "saved.tar");
+    const members = [
+      file("a/layer.tar", one),
+      file("b/layer.tar", two),
+      { path: "c/layer.tar", type: "symlink" as const, link: "../a/layer.tar" },
+      file("c1.json", config(one, two)),
+      file("c2.json", config(two, one)),
+      file(
+        "manifest.json",
+        JSON.stringify([
+          { Config: "c1.json", RepoTags: ["app:1"], Layers: ["a/layer.tar", "b/layer.tar"] },
+          {
+            Config: "c2.json",
+            RepoTags: ["docker.io/library/app:latest"],
+            Layers: ["b/layer.tar", "c/layer.tar"],
+          },
+        ]),
+      ),
+    ];
+    await Bun.write(archive, makeTar(members));
+    const service = rig.service();
+    const first = await service.resolve(`docker-archive:${archive}:app:1`);
+    expect(first.config.cmd).toEqual(["/x"]);
+    expect(first.lowers).toHaveLength(2);
+    const latest = await service.resolve(`docker-archive:${archive}:app`);
+    expect(latest.manifestDigest).not.toBe(first.manifestDigest);
+    expect(await service.resolve(`docker-archive:${archive}:app:1@${first.manifestDigest}`)).toMatchObject({
+      manifestDigest: first.manifestDigest,
+    });
+    const refused = async (reference: string) => (await rejection(service.resolve(reference))).message;
+    expect(await refused(`docker-archive:${archive}`)).toContain("app:1");
+    expect(await refused(`docker-archive:${archive}:other`)).toContain("no image other");
+    expect(await refused("docker-archive:/nowhere.tar")).toContain("cannot read");
+    expect(await refused("docker-archive:relative.tar")).toContain("absolute");
+    const forbidden = rig.service({ allowLocalPaths: false }).resolve(`docker-archive:${archive}:app`);
+    expect(await rejection(forbidden)).toMatchObject({ code: "image_invalid_reference" });
+    const broken = makeTar([...members.slice(1, 5), members[5]!]);
+    await Bun.write(join(rig.directory, "broken.tar"), broken);
+    expect(await refused(`docker-archive:${join(rig.directory, "broken.tar")}:app:1`)).toContain(
+      "a/layer.tar",
+    );
+    await Bun.write(join(rig.directory, "zipped.tar"), compress(makeTar(members), "gzip"));
+    expect(await refused(`docker-archive:${join(rig.directory, "zipped.tar")}`)).toContain("compressed");
+  });
+
+  test("collection: unused layers and old images go; held, pinned and exported ones stay", async () => {
+    const cacheDir = join(rig.directory, "collected");
+    const gc = { capacityBytes: 1, highWatermark: 0.9, lowWatermark: 0.5, minAgeMs: 0 };
+    const service = rig.service({ cacheDir, gc });
+    const layout = join(rig.directory, "collected-layout");
+    const shared = [file("base", "b")];
+    const image = (name: string) => buildImage({ layers: layers(shared, [file(name, name)]) });
+    await writeLayout(layout, { one: image("one"), two: image("two"), three: image("three") });
+    const resolve = (name: string) => service.resolve(`oci-layout:${layout}:${name}`);
+    const [one, two, three] = [await resolve("one"), await resolve("two"), await resolve("three")];
+    const there = (image_: { lowers: readonly { file: string }[] }) =>
+      image_.lowers.map(({ file: path }) => existsSync(path));
+    using hold = service.hold([one.lowers[1]!.file]);
+    const deviceId = "image-test-holder";
+    await rig.blockClient.create({
+      deviceId,
+      image: { lowers: two.lowers, virtualSizeBytes: two.virtualSizeBytes },
+      readOnly: true,
+      exportKind: "nbd",
+    });
+    expect(await service.collect(new Set([three.lowers[1]!.file]))).toMatchObject({ images: 3, layers: 0 });
+    expect([there(one), there(two), there(three)].flat()).not.toContain(false);
+    await rig.blockClient.release(deviceId);
+    hold[Symbol.dispose]();
+    const freed = await service.collect(new Set([three.lowers[1]!.file]));
+    expect(freed.layers).toBe(3);
+    expect([there(one), there(two), there(three)]).toEqual([
+      [false, false],
+      [false, false],
+      [false, true],
+    ]);
+    // What is gone is made again, from the same bytes to the same digests.
+    expect(await resolve("one")).toEqual(one);
+    expect(there(one)).toEqual([true, true]);
+  });
+
+  test("a layer whose bytes changed is not served", async () => {
+    const cacheDir = join(rig.directory, "rotten");
+    const layout = join(rig.directory, "rotten-layout");
+    await writeLayout(layout, { image: buildImage({ layers: layers([file("rot", "content")]) }) });
+    const resolve = () => rig.service({ cacheDir }).resolve(`oci-layout:${layout}:image`);
+    const image = await resolve();
+    const path = image.lowers[0]!.file;
+    const bytes = readFileSync(path);
+    const good = Buffer.from(bytes);
+    bytes[bytes.length >> 1] = bytes[bytes.length >> 1]! ^ 0xff;
+    await Bun.write(path, bytes);
+    expect(await resolve()).toEqual(image);
+    expect(readFileSync(path).equals(good)).toBe(true);
   });
 
   test("OCI layouts on the server's disk, only when allowed", async () => {
