@@ -58,6 +58,9 @@ check: deps native ## type check only
 
 native: $(NATIVE) ## the C parts
 
+fuzz: .tools/ready ## 10 million mutated inputs for the guest agent's decoders, under sanitizers
+	@tests/fuzz/run.sh
+
 clean: ## remove what the build made
 	rm -rf build dist
 

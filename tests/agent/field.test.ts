@@ -344,7 +344,11 @@ describe("accounts", () => {
 });
 
 const at = (path: string, more = "") => `${agent.url}/files?path=${encodeURIComponent(path)}${more}`;
-const put = async (path: string, body: NonNullable<RequestInit["body"]>, headers: Record<string, string> = {}) =>
+const put = async (
+  path: string,
+  body: NonNullable<RequestInit["body"]>,
+  headers: Record<string, string> = {},
+) =>
   await fetch(at(path), {
     method: "POST",
     headers: { "content-type": "application/octet-stream", ...headers },

@@ -221,9 +221,9 @@ test("no space: 507", async () => {
   const dir = `${agent.dir}/full`;
   await Bun.$`mkdir -p ${dir} && mount -t tmpfs -o size=256k tmpfs ${dir}`;
   try {
-    expect((await put(`${dir}/x`, Buffer.alloc(1 << 20))).status).toBe(507);
+    expect((await put(`${dir}/x`, Buffer.alloc(1 << 20, "x"))).status).toBe(507);
     const form = new FormData();
-    form.append("file", new Blob([Buffer.alloc(1 << 20)]), `${dir}/y`);
+    form.append("file", new Blob([Buffer.alloc(1 << 20, "x")]), `${dir}/y`);
     expect((await fetch(`${agent.url}/files`, { method: "POST", body: form })).status).toBe(507);
   } finally {
     await Bun.$`umount ${dir}`;
