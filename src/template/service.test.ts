@@ -11,6 +11,7 @@ import {
 import { join } from "node:path";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
+import { makeTar } from "../../tests/support/oci.ts";
 import type { ImageRuntimeConfig, ImageService, ResolveOptions } from "../image/types.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
@@ -463,4 +464,110 @@ test("builds beyond the limit wait for their turn", async () => {
   const states = await Promise.all(made.map((build) => ended(build.templateId, build.buildId)));
   expect(states.map((state) => state.build.status)).toEqual(Array.from({ length: 6 }, () => "ready"));
   expect(factory.maxConcurrentStarts).toBeLessThanOrEqual(2);
+});
+
+// ---- files and cached steps ----------------------------------------------------------------------
+
+const HASH_OF = (digit: string): string => digit.repeat(64);
+
+async function upload(
+  templateId: string,
+  hash: string,
+  entries: Parameters<typeof makeTar>[0],
+): Promise<void> {
+  const body = new Blob([new Uint8Array(makeTar(entries))]).stream();
+  await templates.putFiles(templateId, hash, body, { signal: new AbortController().signal });
+}
+
+test("COPY: archives are asked for, uploaded and copied; a missing one fails the build at its step", async () => {
+  const made = await templates.create({ name: "copy", tags: [] });
+  const hash = HASH_OF("a");
+  expect(await templates.hasFiles(made.templateId, hash)).toBe(false);
+  expect(await templates.hasFiles("copy", hash)).toBe(false);
+  await expect(templates.hasFiles(made.templateId, "zz")).rejects.toMatchObject({ status: 400 });
+  await expect(templates.hasFiles("nobody", hash)).rejects.toMatchObject({ status: 404 });
+  await upload(made.templateId, hash, [
+    { path: "app", type: "directory" },
+    { path: "app/main", content: "main" },
+  ]);
+  expect(await templates.hasFiles("copy", hash)).toBe(true);
+  await templates.startBuild(made.templateId, made.buildId, {
+    fromImage: "x",
+    steps: [
+      { type: "WORKDIR", args: ["/srv"] },
+      { type: "COPY", args: ["app", "here/", "", "0750"], filesHash: hash },
+    ],
+  });
+  const state = await ended(made.templateId, made.buildId);
+  expect(state.build).toMatchObject({ status: "ready" });
+  expect(readFileSync(join(guestRoot, "srv/here/main"), "utf8")).toBe("main");
+  expect(messages(state)).toContain("copied 2 entries, 0.0 MiB");
+  const missing = await build("copy", {
+    fromImage: "x",
+    steps: [{ type: "COPY", args: ["app", "/x"], filesHash: HASH_OF("b") }],
+  });
+  expect(missing.build.reason).toMatchObject({ step: "1", message: expect.stringContaining("not uploaded") });
+  const unknown = await build("copy", {
+    fromImage: "x",
+    steps: [{ type: "COPY", args: ["app", "/x", "nobody"], filesHash: hash }],
+  });
+  expect(unknown.build.reason).toMatchObject({
+    step: "1",
+    message: expect.stringContaining("no user nobody"),
+  });
+});
+
+test("cached steps: what changed and what follows is run again; force and lost files run all", async () => {
+  const log_ = join(home, "ran");
+  const run = (name: string, force = false) => ({
+    type: "RUN",
+    args: [`echo ${name} >> ${log_}`],
+    ...(force ? { force } : {}),
+  });
+  const ran = (): string => readFileSync(log_, "utf8").trim().split("\n").join(" ");
+  const cached = (state: Ended) => messages(state).filter((line) => line.startsWith("CACHED")).length;
+  const go = async (steps: BuildStartRequest["steps"], more: Partial<BuildStartRequest> = {}) => {
+    writeFileSync(log_, "");
+    const state = await build("cache", { fromImage: "x", steps, ...more });
+    expect(state.build.status).toBe("ready");
+    return cached(state);
+  };
+  const env = { type: "ENV", args: ["A", "1"] };
+  expect(await go([run("1"), env, run("2"), run("3")])).toBe(0);
+  expect(ran()).toBe("1 2 3");
+  expect(await go([run("1"), env, run("2"), run("4")])).toBe(3);
+  expect(ran()).toBe("4");
+  // Another environment: nothing after it is the same.
+  expect(await go([run("1"), { type: "ENV", args: ["A", "2"] }, run("2"), run("4")])).toBe(1);
+  expect(ran()).toBe("2 4");
+  expect(await go([run("1"), env, run("2", true), run("3")])).toBe(1);
+  expect(ran()).toBe("2 3");
+  expect(await go([run("1"), env, run("2"), run("3")], { force: true })).toBe(0);
+  // Another shape is another machine.
+  const other = await templates.create({ name: "cache", tags: [], memoryMiB: 1024 });
+  await templates.startBuild(other.templateId, other.buildId, { fromImage: "x", steps: [run("1")] });
+  expect(cached(await ended(other.templateId, other.buildId))).toBe(0);
+  // After a restart, and with a file of the newest entry lost.
+  await templates[Symbol.asyncDispose]();
+  const stepsDir = join(repository.stagingDir, "steps");
+  templates = open();
+  await templates.start();
+  expect(await go([run("1"), env, run("2"), run("3")])).toBe(4);
+  for (const name of readdirSync(stepsDir)) rmSync(join(stepsDir, name, "device.state"), { force: true });
+  expect(await go([run("1"), env, run("2"), run("3")])).toBe(0);
+  expect(ran()).toBe("1 2 3");
+});
+
+test("cancel ends a build with its reason, frees its sandbox, and is refused when none runs", async () => {
+  const made = await templates.create({ name: "cancel", tags: [] });
+  await expect(templates.cancel(made.templateId, made.buildId)).rejects.toMatchObject({ status: 409 });
+  await templates.startBuild(made.templateId, made.buildId, {
+    fromImage: "x",
+    steps: [{ type: "RUN", args: ["sleep 30"] }],
+  });
+  for (let i = 0; i < 200 && factory.live.size === 0; i++) await Bun.sleep(5);
+  await templates.cancel(made.templateId, made.buildId);
+  expect(factory.live.size).toBe(0);
+  const { build: record } = await templates.build(made.templateId, made.buildId);
+  expect(record).toMatchObject({ status: "error", reason: { message: "the build was cancelled" } });
 });

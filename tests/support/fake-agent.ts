@@ -51,9 +51,14 @@ export function startFakeAgent(root: string): FakeAgent {
     const message = JSON.parse(body.subarray(5).toString()) as {
       process: { cmd: string; args: string[]; envs: Record<string, string>; cwd?: string };
     };
-    const { cmd, args, envs, cwd } = message.process;
+    const { envs, cwd } = message.process;
+    let { cmd, args } = message.process;
     commands.push({ cmd, args, user: userOf(request), envs, ...(cwd === undefined ? {} : { cwd }) });
-    if (!RUNNABLE.has(cmd)) {
+    if (cmd === "/proc/1/exe" && args[0] === "copy") {
+      // The agent's own program, for the files of COPY steps: below the root of this guest.
+      cmd = join(import.meta.dir, "../../build/envd");
+      args = [...args, "--root", root, "--address", "127.0.0.1"];
+    } else if (!RUNNABLE.has(cmd)) {
       const error = { error: { code: "invalid_argument", message: `exec: ${cmd}: not found` } };
       return new Response(frame(2, error), { headers: { "content-type": "application/connect+json" } });
     }
