@@ -61,6 +61,11 @@ function preflight(request: Request): Response {
   });
 }
 
+function firstPart(path: string): string {
+  const end = path.indexOf("/", 1);
+  return end < 0 ? path : path.slice(0, end);
+}
+
 export function createControlApi(options: ControlApiOptions): ControlApi {
   const { orchestrator, templates, observer, log } = options;
 
@@ -133,15 +138,20 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
   const document = openApiDocument(routes, options.version);
   const page = openApiPage(document);
 
-  const shapes = routes.map((entry) => ({
-    method: entry.method,
-    streamsBody: entry.streamsBody === true,
-    shape: new RegExp(`^${entry.path.replace(/:[A-Za-z]+/g, "[^/]+")}/?$`),
-  }));
+  // Every request of the data plane is asked for, too: by the first part of the path it is mostly over.
+  const shapes = Map.groupBy(
+    routes.map((entry) => ({
+      method: entry.method,
+      streamsBody: entry.streamsBody === true,
+      first: firstPart(entry.path),
+      shape: new RegExp(`^${entry.path.replace(/:[A-Za-z]+/g, "[^/]+")}/?$`),
+    })),
+    (entry) => entry.first,
+  );
+  const shapesOf = (pathname: string) =>
+    (shapes.get(firstPart(pathname)) ?? []).filter(({ shape }) => shape.test(pathname));
   /** Methods of a path; empty when it is not one of ours. */
-  const methodsOf = (pathname: string) => [
-    ...new Set(shapes.filter(({ shape }) => shape.test(pathname)).map(({ method }) => method)),
-  ];
+  const methodsOf = (pathname: string) => [...new Set(shapesOf(pathname).map(({ method }) => method))];
 
   const notFound = (request: Request) => {
     if (!isAuthorized(request.headers, options.apiKeys)) return errorResponse(unauthorized());
@@ -219,8 +229,8 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
   return {
     routes,
     streamsBody: (method, pathname) =>
-      shapes.some((entry) => entry.streamsBody && entry.method === method && entry.shape.test(pathname)),
-    hasPath: (pathname) => shapes.some(({ shape }) => shape.test(pathname)),
+      shapesOf(pathname).some((entry) => entry.streamsBody && entry.method === method),
+    hasPath: (pathname) => shapesOf(pathname).length > 0,
     async handle(request) {
       const requestId = newId();
       const id = SANDBOX_PATH.exec(request.url)?.[1];

@@ -1,7 +1,7 @@
 import { constantTimeEqual } from "../lib/constant-time.ts";
 import type { Orchestrator } from "../orchestrator/types.ts";
 import { ROUTING_HEADERS } from "./classify.ts";
-import { headerTokens, headerValues, type RawHeaders } from "./http1.ts";
+import { headerTokens, headerValues, lowerCaseNames, type RawHeaders } from "./http1.ts";
 import { faults, type ProxyFault } from "./replies.ts";
 
 /** Port of the guest agent in every guest. */
@@ -98,11 +98,19 @@ export interface ForwardOptions {
 
 /** Header fields as the service in the sandbox gets them. */
 export function forwardedRequestHeaders(request: DataRequest, options: ForwardOptions): [string, string][] {
-  const drop = new Set([...HOP_BY_HOP, ...headerTokens(request.headers, "connection")]);
+  const drop = new Set(headerTokens(request.headers, "connection"));
   const result: [string, string][] = [["Host", options.upstreamAuthority]];
-  for (const [name, value] of request.headers) {
-    const key = name.toLowerCase();
-    if (drop.has(key) || ROUTING_HEADERS.has(key) || key === "host" || key === "expect") continue;
+  const names = lowerCaseNames(request.headers);
+  for (const [i, [name, value]] of request.headers.entries()) {
+    const key = names[i]!;
+    if (
+      HOP_BY_HOP.has(key) ||
+      drop.has(key) ||
+      ROUTING_HEADERS.has(key) ||
+      key === "host" ||
+      key === "expect"
+    )
+      continue;
     if (key.startsWith("x-forwarded-") && FORWARDED.has(key)) continue;
     if (key === "e2b-traffic-access-token") continue;
     if (key === "x-access-token" && !options.passAccessToken) continue;
@@ -126,9 +134,12 @@ export function forwardedResponseHeaders(
   headers: RawHeaders,
   options: { readonly close: boolean; readonly upgrade?: string },
 ): [string, string][] {
-  const drop = new Set([...HOP_BY_HOP, ...headerTokens(headers, "connection")]);
+  const drop = new Set(headerTokens(headers, "connection"));
   const result: [string, string][] = [];
-  for (const [name, value] of headers) if (!drop.has(name.toLowerCase())) result.push([name, value]);
+  const names = lowerCaseNames(headers);
+  for (const [i, [name, value]] of headers.entries()) {
+    if (!HOP_BY_HOP.has(names[i]!) && !drop.has(names[i]!)) result.push([name, value]);
+  }
   if (options.upgrade !== undefined) result.push(["Connection", "Upgrade"], ["Upgrade", options.upgrade]);
   else if (options.close) result.push(["Connection", "close"]);
   return result;

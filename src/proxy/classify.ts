@@ -1,5 +1,5 @@
 import { isUuid } from "../lib/ids.ts";
-import { headerValues, type RawHeaders } from "./http1.ts";
+import { headerValues, lowerCaseNames, type RawHeaders } from "./http1.ts";
 
 /** Whose error texts and statuses a client expects: decided by how it named the sandbox. */
 export type ErrorStyle = "agentenv" | "e2b";
@@ -103,7 +103,7 @@ export function classify(rawTarget: string, headers: RawHeaders, options: Classi
 
   const idText = firstNonEmpty(headers, ["x-agentenv-sandbox-id", "e2b-sandbox-id"]);
   const portText = firstNonEmpty(headers, ["x-agentenv-target-port", "e2b-sandbox-port"]);
-  const style: ErrorStyle = headers.some(([name]) => name.toLowerCase().startsWith("x-agentenv-"))
+  const style: ErrorStyle = lowerCaseNames(headers).some((name) => name.startsWith("x-agentenv-"))
     ? "agentenv"
     : "e2b";
 

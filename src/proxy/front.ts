@@ -1,4 +1,4 @@
-import type { Socket, TCPSocketListener } from "bun";
+import type { Socket, SocketHandler, TCPSocketListener } from "bun";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { type Logger, withLogContext } from "../lib/log.ts";
@@ -530,8 +530,8 @@ class Connection {
   // ---- data plane ----
 
   #startExchange(head: RequestHead, which: Extract<Classification, { plane: "data" }>): void {
+    // Nothing is paused yet: what comes before the service is reached is kept, up to a bound.
     this.#state = "exchange";
-    this.pause();
     const exchange = new Exchange(this.#shared, this, head, which);
     this.#exchange = exchange;
     withLogContext({ requestId: newId(), sandboxId: which.sandboxId }, () => exchange.start()).catch(
@@ -567,6 +567,34 @@ function toRequest(head: RequestHead, body: Buffer | ReadableStream<Uint8Array>)
         : { body: new Uint8Array(body) }),
   });
 }
+
+/** Exchanges by the signal that ends them all: one listener per sandbox, not one per request. */
+const byGone = new WeakMap<AbortSignal, Set<Exchange>>();
+
+function watchGone(gone: AbortSignal, exchange: Exchange): () => void {
+  let exchanges = byGone.get(gone);
+  if (exchanges === undefined) {
+    const all = new Set<Exchange>();
+    exchanges = all;
+    byGone.set(gone, all);
+    gone.addEventListener("abort", () => {
+      for (const one of [...all]) one.onSandboxGone();
+    });
+  }
+  exchanges.add(exchange);
+  return () => exchanges.delete(exchange);
+}
+
+/** One set of handlers for all connections to services; each knows its exchange. */
+const UPSTREAM_EVENTS: SocketHandler<UpstreamData> = {
+  data: (socket, chunk) => socket.data.exchange.onResponseBytes(chunk),
+  drain: (socket) => socket.data.exchange.onUpstreamDrain(),
+  end: (socket) => socket.data.exchange.onUpstreamEnd(),
+  close: (socket, error) => socket.data.exchange.onUpstreamClose(error !== undefined && error !== null),
+  error: (socket) => socket.data.exchange.onUpstreamClose(true),
+  // Told by the promise as well, which is where it is dealt with.
+  connectError: () => undefined,
+};
 
 /** One request to a service in a sandbox over a connection of its own. */
 class Exchange {
@@ -649,13 +677,11 @@ class Exchange {
       this.#fail(ready.fault);
       return;
     }
-    const onGone = () => this.#onSandboxGone();
-    ready.gone.addEventListener("abort", onGone, { once: true });
-    this.#detachGone = () => ready.gone.removeEventListener("abort", onGone);
     if (ready.gone.aborted) {
-      onGone();
+      this.onSandboxGone();
       return;
     }
+    this.#detachGone = watchGone(ready.gone, this);
     await this.#connect(ready.hostAddress);
   }
 
@@ -723,13 +749,7 @@ class Exchange {
         port: this.#which.port,
         allowHalfOpen: true,
         data: { exchange: this },
-        socket: {
-          data: (_socket, chunk) => this.#onResponseBytes(chunk),
-          drain: () => this.#onUpstreamDrain(),
-          end: () => this.#onUpstreamEnd(),
-          close: (_socket, error) => this.#onUpstreamClose(error !== undefined && error !== null),
-          error: () => this.#onUpstreamClose(true),
-        },
+        socket: UPSTREAM_EVENTS,
       });
       if (settled || this.#phase === "done") {
         socket.terminate();
@@ -813,7 +833,7 @@ class Exchange {
     return chunk.subarray(end);
   }
 
-  #onUpstreamDrain(): void {
+  onUpstreamDrain(): void {
     if (this.#phase === "done" || this.#upstreamOutlet === undefined) return;
     if (this.#upstreamOutlet.drain()) this.#client.resume();
   }
@@ -831,14 +851,17 @@ class Exchange {
     this.#upstream.pause();
   }
 
-  #onResponseBytes(chunk: Buffer): void {
+  onResponseBytes(chunk: Buffer): void {
     if (this.#phase === "done") return;
     try {
       if (this.#phase === "tunnel") this.#toClient(chunk);
       else if (this.#responseBody !== undefined) this.#onResponseBody(chunk);
       else {
-        this.#responseInput = Buffer.concat([this.#responseInput, chunk]);
+        this.#responseInput =
+          this.#responseInput.length === 0 ? chunk : Buffer.concat([this.#responseInput, chunk]);
         this.#readResponseHeads();
+        // The chunk is only ours during this call.
+        if (this.#responseInput === chunk) this.#responseInput = Buffer.from(chunk);
       }
     } catch (error) {
       if (!(error instanceof HttpParseError)) throw error;
@@ -884,15 +907,17 @@ class Exchange {
       this.#upgrade === undefined &&
       !this.#shared.stopping;
     const headers = forwardedResponseHeaders(head.headers, { close: !this.#keepAlive });
-    this.#toClient(formatHead(`HTTP/1.1 ${head.status} ${head.reason}`, headers));
+    const bytes = formatHead(`HTTP/1.1 ${head.status} ${head.reason}`, headers);
+    // What came with the head goes out with it: one system call, one packet.
+    const end = this.#responseBody.scan(rest, 0);
+    this.#toClient(end === 0 ? bytes : Buffer.concat([bytes, rest.subarray(0, end)]));
     if (this.#responseBody.done) this.#finish();
-    else if (rest.length > 0) this.#onResponseBody(rest);
   }
 
   #onResponseBody(chunk: Buffer): void {
     const body = this.#responseBody!;
     const end = body.scan(chunk, 0);
-    this.#toClient(chunk.subarray(0, end));
+    this.#toClient(end === chunk.length ? chunk : chunk.subarray(0, end));
     if (body.done) this.#finish();
   }
 
@@ -907,7 +932,7 @@ class Exchange {
     if (early.length > 0 && !this.#upstreamOutlet!.write(early)) this.#client.pause();
   }
 
-  #onUpstreamEnd(): void {
+  onUpstreamEnd(): void {
     if (this.#phase === "done") return;
     this.#upstreamEnded = true;
     if (this.#phase === "tunnel") {
@@ -918,7 +943,7 @@ class Exchange {
     this.#upstreamOver();
   }
 
-  #onUpstreamClose(failed: boolean): void {
+  onUpstreamClose(failed: boolean): void {
     if (this.#phase === "done" || this.#phase === "starting") return;
     if (this.#phase === "tunnel") {
       // A FIN that answers ours is reported as a close alone.
@@ -951,7 +976,7 @@ class Exchange {
     this.#release(true);
   }
 
-  #onSandboxGone(): void {
+  onSandboxGone(): void {
     if (this.#phase === "done") return;
     if (this.#responseBody === undefined && this.#phase !== "tunnel") this.#fail(faults.gone);
     else this.#cut();

@@ -52,18 +52,30 @@ function headEnd(buffer: Buffer): number {
   return at < 0 ? -1 : at + END_OF_HEAD.length;
 }
 
+/** Names in lower case of headers that were parsed here: one request's are looked at dozens of times. */
+const lowerNames = new WeakMap<RawHeaders, readonly string[]>();
+
+/** Field names in lower case, in order. */
+export function lowerCaseNames(headers: RawHeaders): readonly string[] {
+  return lowerNames.get(headers) ?? headers.map(([name]) => name.toLowerCase());
+}
+
 function parseHeaderLines(lines: readonly string[]): RawHeaders {
   if (lines.length > MAX_HEADER_COUNT) {
     throw new HttpParseError(431, `more than ${MAX_HEADER_COUNT} header fields`);
   }
-  return lines.map((line) => {
+  const lower: string[] = [];
+  const headers = lines.map((line) => {
     const colon = line.indexOf(":");
     const name = line.slice(0, colon);
     if (colon <= 0 || !TOKEN.test(name)) throw new HttpParseError(400, "malformed header field");
     const value = line.slice(colon + 1).trim();
     if (!VALUE.test(value)) throw new HttpParseError(400, `malformed value of header field ${name}`);
+    lower.push(name.toLowerCase());
     return [name, value] as const;
   });
+  lowerNames.set(headers, lower);
+  return headers;
 }
 
 /** Undefined while the head is incomplete. */
@@ -108,7 +120,8 @@ export function parseResponseHead(buffer: Buffer): ResponseHead | undefined {
 /** All values of a field, in order. `name` in lower case. */
 export function headerValues(headers: RawHeaders, name: string): string[] {
   const values: string[] = [];
-  for (const [key, value] of headers) if (key.toLowerCase() === name) values.push(value);
+  const names = lowerCaseNames(headers);
+  for (let i = 0; i < names.length; i++) if (names[i] === name) values.push(headers[i]![1]);
   return values;
 }
 
@@ -120,7 +133,9 @@ export function headerValue(headers: RawHeaders, name: string): string | undefin
 
 /** Comma-separated tokens of all fields of that name, in lower case. */
 export function headerTokens(headers: RawHeaders, name: string): string[] {
-  return headerValues(headers, name)
+  const values = headerValues(headers, name);
+  if (values.length === 0) return values;
+  return values
     .flatMap((value) => value.split(","))
     .map((token) => token.trim().toLowerCase())
     .filter((token) => token !== "");

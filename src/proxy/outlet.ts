@@ -1,5 +1,9 @@
 import type { Socket } from "bun";
 
+/** A real copy: the `slice` of a Buffer is a view of the same memory. */
+const copyFrom = (bytes: Uint8Array, start: number): Uint8Array =>
+  Uint8Array.prototype.slice.call(bytes, start);
+
 /**
  * The writing side of a socket with its backpressure: what the kernel does not take now is kept (at most
  * what one read delivered, because the source is paused meanwhile) and goes out on drain.
@@ -22,13 +26,13 @@ export class Outlet<Data> {
   write(bytes: Uint8Array): boolean {
     if (this.#closed || bytes.length === 0) return true;
     if (this.#pending.length > 0) {
-      this.#pending.push(bytes.slice());
+      this.#pending.push(copyFrom(bytes, 0));
       return false;
     }
     const taken = Math.max(0, this.#socket.write(bytes));
     if (taken >= bytes.length) return true;
     // The caller's buffer is only valid during the callback.
-    this.#pending.push(bytes.slice(taken));
+    this.#pending.push(copyFrom(bytes, taken));
     return false;
   }
 
