@@ -20,7 +20,7 @@ EXT4_HDR := $(wildcard c/ext4/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4
 
-.PHONY: build quickstart test start stop bench lint fmt check native clean deps sanitize help crash-sim soak fuzz
+.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim soak fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ bench: build ## measure and print the figures of docs/performance.md
 
 bench-%: build ## one file of tests/bench, e.g. bench-storage, bench-envd, bench-lifecycle
 	@AENV_BENCH=$* scripts/bench.sh
+
+soak: build ## random lifecycle operations with faults (N=200 SEED=…), report of broken promises and leaks
+	@dist/agentenv setup --home "$${AENV_TEST_HOME:-$(ROOT)/.aenv/home}"
+	@$(BUN) tests/crash/soak.ts $(or $(N),200) $(SEED)
 
 deps: .tools/ready node_modules/.ready ## tools and packages only
 
