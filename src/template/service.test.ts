@@ -338,6 +338,41 @@ test("tags: each names its build, and a build without one is the default", async
   expect(await templates.resolve("tool:v2")).toBeUndefined();
 });
 
+test("tags are assigned to the build a name names, moved, listed and removed; publication is per template", async () => {
+  const first = await build("tagged");
+  const second = await build("tagged");
+  const [one, two] = [first.record.id, second.record.id];
+  expect(await templates.assignTags("tagged", ["v2", "stable", "v2"])).toEqual({
+    buildId: two,
+    tags: ["v2", "stable"],
+  });
+  await repository.bindAlias("tagged:v1", one);
+  // A tag that exists moves; the target may be a tag itself.
+  expect((await templates.assignTags("tagged:v1", ["stable"])).buildId).toBe(one);
+  const listed = (await templates.tags("tagged")).map(({ tag, buildId }) => `${tag} ${buildId}`);
+  expect(listed.toSorted()).toEqual([`default ${two}`, `stable ${one}`, `v1 ${one}`, `v2 ${two}`].toSorted());
+  await templates.removeTags("tagged", ["stable", "never-there"]);
+  expect(await templates.resolve("tagged:stable")).toBeUndefined();
+  expect((await templates.resolve("tagged:v1"))?.id).toBe(one);
+  const refused: readonly [() => Promise<unknown>, number][] = [
+    [() => templates.removeTags("tagged", ["v1", "default"]), 400],
+    [() => templates.removeTags("unknown", ["v1"]), 404],
+    [() => templates.assignTags("unknown", ["v1"]), 404],
+    [() => templates.assignTags("tagged", ["not/a/tag"]), 400],
+    [() => templates.tags("unknown"), 404],
+    [() => templates.setPublic("unknown", true), 404],
+  ];
+  for (const [attempt, status] of refused) await expect(attempt()).rejects.toMatchObject({ status });
+  expect((await templates.resolve("tagged:v1"))?.id).toBe(one);
+  expect((await templates.setPublic("tagged", false)).toSorted()).toEqual([
+    "tagged",
+    "tagged:v1",
+    "tagged:v2",
+  ]);
+  for (const id of [one, two]) expect((await repository.get(id))?.public).toBe(false);
+  expect((await repository.get(one))?.committed).toBeDefined();
+});
+
 test("10 creations of one new name at once: one template with 10 builds", async () => {
   const made = await Promise.all(
     Array.from({ length: 10 }, () => templates.create({ name: "same", tags: [] })),
