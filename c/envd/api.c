@@ -185,19 +185,36 @@ static void set_events_host(agent *ag, const char *ip) {
   complain("E2B_EVENTS_ADDRESS", env_set(&ag->platform_env, "E2B_EVENTS_ADDRESS", line));
 }
 
+// Where programs look for trusted certificates: Debian, Alpine, Arch; Fedora, RHEL; openSUSE; OpenSSL's own default.
+static const char *const bundles[] = {"/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt",
+                                      "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"};
+
+// Into every bundle the image has (the first one is made when it has none), and where Debian's tools take additions
+// from, so that they keep it.
 static int add_ca(agent *ag, const char *pem) {
   int rc = make_root_dirs(ag, "/usr/local/share/ca-certificates");
   if (!rc) rc = put_file(ag, "/usr/local/share/ca-certificates/aenv-ca.crt", pem, false);
-  char full[4200], *text = NULL;
-  snprintf(full, sizeof full, "%s/etc/ssl/certs/ca-certificates.crt", ag->root);
-  ssize_t n = rc ? rc : read_whole(full, &text, 16 << 20);
-  if (n == -ENOENT) n = rc = make_root_dirs(ag, "/etc/ssl/certs");
-  if (!rc && n >= 0 && !(text && strstr(text, pem))) {
-    if (text && n && text[n - 1] != '\n') rc = put_file(ag, "/etc/ssl/certs/ca-certificates.crt", "\n", true);
-    if (!rc) rc = put_file(ag, "/etc/ssl/certs/ca-certificates.crt", pem, true);
+  bool any = false;
+  for (size_t i = 0; !rc && i <= sizeof bundles / sizeof bundles[0]; i++) {
+    bool last = i == sizeof bundles / sizeof bundles[0];
+    if (last && any) break;
+    const char *path = bundles[last ? 0 : i];
+    char full[4200], *text = NULL;
+    snprintf(full, sizeof full, "%s%s", ag->root, path);
+    ssize_t n = read_whole(full, &text, 16 << 20);
+    if (n == -ENOENT && !last) continue;
+    if (n == -ENOENT) rc = make_root_dirs(ag, "/etc/ssl/certs");
+    if (n < 0 && n != -ENOENT) rc = (int)n;
+    any = true;
+    if (!rc && n >= 0 && strstr(text, pem)) {
+      free(text); // also by another name of the same file
+      continue;
+    }
+    if (!rc && n > 0 && text[n - 1] != '\n') rc = put_file(ag, path, "\n", true);
+    if (!rc) rc = put_file(ag, path, pem, true);
+    if (n >= 0) free(text);
   }
-  free(text);
-  return rc ? rc : n < 0 ? (int)n : 0;
+  return rc;
 }
 
 static void step_clock(int64_t sec, int32_t nsec) {
@@ -292,6 +309,8 @@ static const char *apply_init(agent *ag, const jval *j, conn *c, bool restoring)
     if (!json_is_cstr(e) || !e->keylen || memchr(e->key, '=', e->keylen) || memchr(e->key, 0, e->keylen))
       return "envVars must map variable names to strings";
   if (mounts && (mounts->type != J_ARRAY || mounts->child)) return "volumeMounts: NFS mounts are not supported";
+  if (v[6] && v[6]->n && (!strstr(v[6]->s, "-----BEGIN CERTIFICATE-----") || !strstr(v[6]->s, "-----END CERTIFICATE-----")))
+    return "caBundle must be PEM certificates";
   struct in_addr ip;
   if (v[4] && v[4]->n && inet_pton(AF_INET, v[4]->s, &ip) != 1) return "hyperloopIP must be an IPv4 address";
   uint8_t seed[512];

@@ -752,6 +752,26 @@ describe("who this machine is", () => {
   });
 });
 
+test("/init: certificates go into every trust store the image has, once; hosts line of the event service", async () => {
+  await using a = await startAgent();
+  const init = async (body: object) =>
+    (await fetch(`${a.url}/init`, { method: "POST", body: JSON.stringify(body) })).status;
+  const pem = `-----BEGIN CERTIFICATE-----\n${"QUJD".repeat(12)}\n-----END CERTIFICATE-----\n`;
+  const read = (path: string) => readFileSync(`${a.dir}${path}`, "utf8");
+  expect(await init({ caBundle: "no certificate" })).toBe(400);
+  expect(await init({ caBundle: pem })).toBe(204);
+  expect(read("/etc/ssl/certs/ca-certificates.crt")).toBe(pem);
+  mkdirSync(`${a.dir}/etc/pki/tls/certs`, { recursive: true });
+  writeFileSync(`${a.dir}/etc/pki/tls/certs/ca-bundle.crt`, "# others");
+  symlinkSync("certs/ca-certificates.crt", `${a.dir}/etc/ssl/cert.pem`);
+  for (let i = 0; i < 2; i++) expect(await init({ caBundle: pem, hyperloopIP: `10.0.0.${i + 1}` })).toBe(204);
+  expect(read("/etc/ssl/cert.pem")).toBe(pem);
+  expect(read("/etc/pki/tls/certs/ca-bundle.crt")).toBe(`# others\n${pem}`);
+  expect(read("/etc/hosts")).toBe("10.0.0.2 events.e2b.local\n");
+  expect((await sh(a, "echo $E2B_EVENTS_ADDRESS")).stdout).toBe("http://10.0.0.2\n");
+  expect(await a.errors()).toBe("");
+});
+
 test("the first Python client gets only the fields it knows", async () => {
   const headers = { "user-agent": "connect-python" };
   const list = async (more: Record<string, string>) => {
