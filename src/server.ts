@@ -119,6 +119,16 @@ async function startNode(config: NodeConfig, log: Logger) {
         vethCidr: config.network.internal.vethCidr,
         alwaysDeniedCidrs: config.network.egress.alwaysDeniedCidrs,
         ...(config.network.dnsServer === undefined ? {} : { dnsServer: config.network.dnsServer }),
+        ...(config.pool.network.enabled
+          ? {
+              pool: {
+                lowWatermark: config.pool.lowWatermark,
+                highWatermark: config.pool.highWatermark,
+                maintenance: config.pool.network.maintenanceEnabled,
+                prewarm: config.pool.network.startupPrewarm,
+              },
+            }
+          : {}),
       },
       log.child({ room: "network" }),
     ),

@@ -40,12 +40,23 @@ export function sandboxId(params: Readonly<Record<string, string>>): string {
   return id.toLowerCase();
 }
 
+function isEmptyValue(value: unknown): boolean {
+  return (
+    value === null || value === undefined || (typeof value === "object" && Object.keys(value).length === 0)
+  );
+}
+
+function unknownNetworkFields(network: Readonly<Record<string, unknown>> | undefined): string[] {
+  return Object.entries(network ?? {})
+    .filter(([key, value]) => !(key in schema.NetworkConfig.shape) && !isEmptyValue(value))
+    .map(([key]) => `network.${key}`);
+}
+
 /** Fields that are part of the contract but whose part of the product is not built are refused, never ignored. */
 function refuseUnsupported(body: {
   readonly customExtensionParams?: Record<string, unknown> | undefined;
   readonly volumeMounts?: readonly unknown[] | undefined;
   readonly autoPauseMemory?: boolean | undefined;
-  readonly allow_internet_access?: boolean | undefined;
   readonly network?: z.output<typeof schema.NetworkConfig> | undefined;
   readonly iam?: { readonly tokens?: Record<string, unknown> | undefined } | undefined;
 }): void {
@@ -53,13 +64,8 @@ function refuseUnsupported(body: {
   if (Object.keys(body.customExtensionParams ?? {}).length > 0) refused.push("customExtensionParams");
   if ((body.volumeMounts ?? []).length > 0) refused.push("volumeMounts");
   if (body.autoPauseMemory === false) refused.push("autoPauseMemory: false");
-  if (body.allow_internet_access === false) refused.push("allow_internet_access: false");
   // Unknown members of `network` would be silently weaker rules.
-  for (const [key, value] of Object.entries(body.network ?? {})) {
-    if (!(key in schema.NetworkConfig.shape) && value !== null) refused.push(`network.${key}`);
-  }
-  if ((body.network?.allowOut ?? []).length > 0) refused.push("network.allowOut");
-  if ((body.network?.denyOut ?? []).length > 0) refused.push("network.denyOut");
+  refused.push(...unknownNetworkFields(body.network));
   if (Object.keys(body.iam?.tokens ?? {}).length > 0) refused.push("iam.tokens");
   if (refused.length > 0) {
     throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field");
@@ -436,6 +442,33 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       errors: [400, 404, 409],
       run: async ({ params, body }) => {
         await orchestrator.refresh(sandboxId(params), body.duration);
+        return { status: 204 };
+      },
+    }),
+    route({
+      method: "PUT",
+      path: "/sandboxes/:id/network",
+      summary: "Replace what a running sandbox may reach; what is left out is cleared",
+      tag: "sandboxes",
+      authenticated: true,
+      body: schema.NetworkUpdate,
+      success: [{ status: 204, description: "In force" }],
+      errors: [400, 404, 409],
+      run: async ({ params, body }) => {
+        const id = sandboxId(params);
+        const refused = Object.entries(body)
+          .filter(([key, value]) => !(key in schema.NetworkUpdate.shape) && !isEmptyValue(value))
+          .map(([key]) => key);
+        if (refused.length > 0) {
+          throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field");
+        }
+        await orchestrator.updateNetwork(id, {
+          ...(body.allowOut === undefined ? {} : { allowOut: body.allowOut }),
+          ...(body.denyOut === undefined ? {} : { denyOut: body.denyOut }),
+          ...(body.allow_internet_access === undefined
+            ? {}
+            : { allowInternetAccess: body.allow_internet_access }),
+        });
         return { status: 204 };
       },
     }),

@@ -26,9 +26,6 @@ export const ErrorBody = component(
   }),
 );
 
-const AddressOrCidr =
-  /^(?:(?:\d{1,3}\.){3}\d{1,3}(?:\/(?:[0-9]|[12][0-9]|3[0-2]))?|[0-9a-fA-F:]*:[0-9a-fA-F:.]*(?:\/\d{1,3})?)$/;
-
 export const NetworkConfig = component(
   "NetworkConfig",
   z.looseObject({
@@ -38,11 +35,7 @@ export const NetworkConfig = component(
       .max(1024)
       .optional()
       .describe("Address, CIDR or domain; wins over denyOut"),
-    denyOut: z
-      .array(z.string().regex(AddressOrCidr, "must be an address or a CIDR"))
-      .max(1024)
-      .optional()
-      .describe("Address or CIDR"),
+    denyOut: z.array(z.string().min(1)).max(1024).optional().describe("Address or CIDR"),
     maskRequestHost: z
       .string()
       .optional()
@@ -129,6 +122,15 @@ export const SandboxDetail = component(
       .datetime()
       .optional()
       .describe("Since when the guest's agent has not answered; absent while it does"),
+  }),
+);
+
+export const NetworkUpdate = component(
+  "NetworkUpdate",
+  z.looseObject({
+    allowOut: z.array(z.string().min(1)).max(1024).optional(),
+    denyOut: z.array(z.string().min(1)).max(1024).optional(),
+    allow_internet_access: z.boolean().optional(),
   }),
 );
 

@@ -13,6 +13,7 @@ export type ApiOrchestrator = Pick<
   | "connect"
   | "setTimeout"
   | "refresh"
+  | "updateNetwork"
   | "fork"
   | "snapshot"
   | "listSnapshots"

@@ -172,13 +172,43 @@ describe("create", () => {
         status: 400,
       });
     }
-    await expect(orchestrator.create(request({ network: { denyOut: ["0.0.0.0/0"] } }))).rejects.toThrow(
-      "network.denyOut",
-    );
-    await expect(orchestrator.create(request({ allowInternetAccess: false }))).rejects.toMatchObject({
-      status: 400,
-    });
+    for (const network of [
+      { denyOut: ["example.com"] },
+      { allowOut: ["example.com"] },
+      { allowOut: ["1.2.3.4/40"] },
+    ]) {
+      await expect(orchestrator.create(request({ network }))).rejects.toMatchObject({
+        code: "invalid_egress_policy",
+        status: 400,
+      });
+    }
     expect(factory.starts).toBe(0);
+  });
+
+  test("egress rules are in force from the start, through pause, resume and fork, and are replaced whole", async () => {
+    const rules = { base: "default", allowOut: ["1.2.3.4/32"], denyOut: ["0.0.0.0/0"] } as const;
+    const { id } = await orchestrator.create(
+      request({ network: { allowOut: ["1.2.3.4"], denyOut: ["0.0.0.0/0"], allowPublicTraffic: false } }),
+    );
+    expect(factory.of(id)?.egress).toEqual(rules);
+    await orchestrator.pause(id);
+    await orchestrator.resume(id, 300);
+    expect(factory.of(id)?.egress).toEqual(rules);
+    const [child] = await orchestrator.fork(id, { count: 1 });
+    expect(factory.of("record" in child! ? child.record.id : "")?.egress).toEqual(rules);
+    await orchestrator.updateNetwork(id, { allowInternetAccess: false });
+    const closed = { base: "deny", allowOut: [], denyOut: [] } as const;
+    expect(factory.of(id)?.egress).toEqual(closed);
+    expect(orchestrator.get(id)).toMatchObject({
+      network: { allowPublicTraffic: false },
+      allowInternetAccess: false,
+    });
+    await orchestrator.pause(id);
+    await expect(orchestrator.updateNetwork(id, {})).rejects.toMatchObject({ status: 409 });
+    await orchestrator.resume(id, 300);
+    expect(factory.of(id)?.egress).toEqual(closed);
+    await expect(orchestrator.updateNetwork(id, { denyOut: ["x.y"] })).rejects.toMatchObject({ status: 400 });
+    expect(factory.of(id)?.egress).toEqual(closed);
   });
 
   test("a failed start leaves nothing, names its cause and never appears in lists", async () => {

@@ -6,6 +6,7 @@ import { Gate } from "../lib/gate.ts";
 import { newId } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
 import { deriveEnvdToken, deriveTrafficToken } from "../lib/tokens.ts";
+import { type EgressPolicy, parseEgressPolicy } from "../network/index.ts";
 import type {
   Capture,
   CapturedState,
@@ -27,6 +28,7 @@ import type {
   ForkRequest,
   LifecycleEvent,
   LifecycleEventKind,
+  NetworkUpdate,
   NodeOrchestrator,
   RouteLookup,
   SandboxAccess,
@@ -580,7 +582,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async create(request: CreateSandboxRequest): Promise<SandboxRecord> {
     this.#refuseWhenClosing();
     this.#checkTimeout(request.timeoutSeconds);
-    refuseEgressRules(request);
+    // Checked before anything is started: an unknown kind of rule is an error, never a weaker rule.
+    egressOf(request);
     using lease = await this.#options.repository.lease(request.template);
     if (lease === undefined) {
       throw new AenvError({
@@ -682,7 +685,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const running = await this.#starts.run(async () => {
       // It may have waited for its turn.
       this.#refuseWhenClosing();
-      return this.#options.sandboxes.resume({ identity: this.#identity(entry), state });
+      return this.#options.sandboxes.resume({
+        identity: this.#identity(entry),
+        state,
+        egress: egressOf(entry.record),
+      });
     });
     entry.seat?.started();
     if (this.#closing === undefined) return running;
@@ -1249,6 +1256,31 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#moveDeadline(await this.#forDeadline(id), seconds, "extend");
   }
 
+  async updateNetwork(id: string, update: NetworkUpdate): Promise<void> {
+    this.#refuseWhenClosing();
+    const access =
+      update.allowInternetAccess === undefined ? {} : { allowInternetAccess: update.allowInternetAccess };
+    const policy = egressOf({ network: update, ...access });
+    const entry = this.#find(id);
+    const { instance } = entry;
+    if (entry.state !== "running" || instance === undefined) {
+      throw conflict(id, entry.state, "only the network of a running sandbox can be changed");
+    }
+    await instance.running.applyEgress(policy);
+    const { allowOut: _out, denyOut: _deny, ...ingress } = entry.record.network ?? {};
+    const { allowInternetAccess: _access, ...rest } = entry.record;
+    entry.record = {
+      ...rest,
+      network: {
+        ...ingress,
+        ...(update.allowOut === undefined ? {} : { allowOut: update.allowOut }),
+        ...(update.denyOut === undefined ? {} : { denyOut: update.denyOut }),
+      },
+      ...access,
+    };
+    this.#db.putRunning(this.#runningDocument(entry));
+  }
+
   async autoResume(id: string): Promise<void> {
     this.#refuseWhenClosing();
     const deadline = performance.now() + this.#waitMs;
@@ -1427,19 +1459,12 @@ async function namesIn(dir: string): Promise<string[]> {
   }
 }
 
-/** Egress rules are not enforced yet: a sandbox must not run under rules that nobody applies. */
-function refuseEgressRules(request: CreateSandboxRequest): void {
-  const asked = [
-    ...(request.allowInternetAccess === false ? ["allow_internet_access: false"] : []),
-    ...((request.network?.allowOut?.length ?? 0) > 0 ? ["network.allowOut"] : []),
-    ...((request.network?.denyOut?.length ?? 0) > 0 ? ["network.denyOut"] : []),
-  ];
-  if (asked.length === 0) return;
-  throw new AenvError({
-    code: "unsupported_field",
-    status: 400,
-    message: `not supported by this server yet: ${asked.join(", ")}`,
-    remediation: "leave egress rules out; sandboxes never reach the host or each other in any case",
+/** What a sandbox may reach, from the fields of its request. Error `invalid_egress_policy` 400. */
+function egressOf(fields: Pick<CreateSandboxRequest, "network" | "allowInternetAccess">): EgressPolicy {
+  return parseEgressPolicy({
+    ...(fields.network?.allowOut === undefined ? {} : { allowOut: fields.network.allowOut }),
+    ...(fields.network?.denyOut === undefined ? {} : { denyOut: fields.network.denyOut }),
+    ...(fields.allowInternetAccess === undefined ? {} : { allowInternetAccess: fields.allowInternetAccess }),
   });
 }
 

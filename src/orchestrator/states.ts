@@ -47,7 +47,7 @@ export function shuttingDown(): AenvError {
 /** Keeps the code, status and cure of the cause, and says what they did to which sandbox. */
 export function failure(code: string, message: string, cause: unknown, remediation?: string): AenvError {
   const known = cause instanceof AenvError ? cause : undefined;
-  const full = errorChain(cause).some((text) => text.includes("ENOSPC"));
+  const full = errorChain(cause).some((text) => /ENOSPC|no space left/i.test(text));
   const cure =
     known?.remediation ?? (full ? "free space on the file system that holds $AENV_HOME" : remediation);
   return new AenvError({

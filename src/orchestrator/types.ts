@@ -21,6 +21,12 @@ export interface NetworkConfig {
   readonly maskRequestHost?: string;
 }
 
+export interface NetworkUpdate {
+  readonly allowOut?: readonly string[];
+  readonly denyOut?: readonly string[];
+  readonly allowInternetAccess?: boolean;
+}
+
 /** Metadata record of one sandbox; what lists show and what is persisted. Times are ISO 8601 UTC. */
 export interface SandboxRecord {
   readonly id: string;
@@ -187,6 +193,11 @@ export interface Orchestrator extends AsyncDisposable {
   setTimeout(id: string, timeoutSeconds: number): Promise<void>;
   /** Never shortens; absent: the server's default timeout. */
   refresh(id: string, durationSeconds?: number): Promise<void>;
+  /**
+   * Replaces all egress rules of a running sandbox in one step; what is left out is cleared. Ingress
+   * settings stay. Survives pause and restart. Error `invalid_egress_policy` 400.
+   */
+  updateNetwork(id: string, update: NetworkUpdate): Promise<void>;
   /** Undefined when the id is unknown. */
   access(id: string): SandboxAccess | undefined;
   route(id: string): RouteLookup;

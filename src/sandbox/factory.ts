@@ -1,11 +1,12 @@
-import { mkdir, readdir } from "node:fs/promises";
+import { mkdir, readdir, statfs } from "node:fs/promises";
 import { join } from "node:path";
 import { makeDirDurable, removeTree, syncPath, writeDurable } from "../lib/durable.ts";
 import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { MemoryImage, MemoryLease, MemoryService } from "../memory/types.ts";
+import type { EgressPolicy } from "../network/index.ts";
 import type { KeptSlot, NetworkService, NetworkSlot } from "../network/types.ts";
-import type { BlockClient, DeviceInfo } from "../storage/blockd/protocol.ts";
+import type { BlockClient, DeviceInfo, DeviceSpec } from "../storage/blockd/protocol.ts";
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
 import { identityMismatch } from "../vmm/index.ts";
 import type {
@@ -68,6 +69,8 @@ export interface SandboxFactoryOptions {
    * sandboxes short. Absent: chains grow with every capture.
    */
   readonly mergeCommand?: readonly string[];
+  /** Lowers under a live disk from which on they are replaced by merged ones. Default 128; tests differ. */
+  readonly maxLiveLowers?: number;
   readonly log: Logger;
   /** Port of the agent behind a slot's host address. Default: the guest port; tests differ. */
   readonly agentPort?: number;
@@ -76,6 +79,10 @@ export interface SandboxFactoryOptions {
 const DEVICE_PREFIX = "sbx-";
 const ROOT_DRIVE_ID = "rootfs";
 const KILL_GRACE_MS = 2000;
+/** The least a capture takes. With less the VMM would fail, and not say why. */
+const MIN_FREE_BYTES = 1 << 20;
+/** Every checkpoint adds a lower; the format ends at 255. */
+const MAX_LIVE_LOWERS = 128;
 /** How long the adoption of a sandbox waits for its agent; one that is slower is told later. */
 const ADOPTION_INIT_MS = 1000;
 
@@ -168,6 +175,7 @@ interface StartSpec {
   readonly memory: MemoryImage;
   readonly extraBootArgs: readonly string[];
   readonly deviceStatePath?: string;
+  readonly egress?: EgressPolicy;
 }
 
 class Factory implements SandboxFactory {
@@ -202,6 +210,7 @@ class Factory implements SandboxFactory {
       memory: state.memory,
       extraBootArgs: [],
       deviceStatePath: state.deviceStatePath,
+      ...(spec.egress === undefined ? {} : { egress: spec.egress }),
     });
   }
 
@@ -236,7 +245,7 @@ class Factory implements SandboxFactory {
     const memoryImage: MemoryImage = { sizeBytes: spec.memory.sizeBytes, layers: memoryLayers };
 
     const [slot, device, lease] = await settleAll<[NetworkSlot, DeviceInfo, MemoryLease]>([
-      watch.measure("slot", async () => stack.use(await network.acquire())),
+      watch.measure("slot", async () => stack.use(await network.acquire(spec.egress))),
       watch.measure("device", async () => {
         // Registered first: a create whose answer got lost may still have made the device.
         stack.defer(() => blockClient.release(deviceId));
@@ -304,6 +313,7 @@ class Factory implements SandboxFactory {
       merge: this.#merge,
       live,
       vm,
+      slot,
       agentAddress,
       device,
       timings,
@@ -378,7 +388,10 @@ class Factory implements SandboxFactory {
     const vm = await watch.measure("vmm", () => vmm.adopt(reference));
     if (vm === undefined) throw lost("its VM has ended");
     // Not in the stack yet: one that cannot be adopted is left for `cleanUp`, which knows all that it held.
-    const device = await blockClient.get(deviceId);
+    // Absent in the moment in which its lowers were being replaced.
+    const device =
+      (await blockClient.get(deviceId)) ??
+      (live.device === undefined ? undefined : await blockClient.create(live.device));
     if (device === undefined) throw lost(`the block daemon has no device ${deviceId}`);
     if (device.failure !== undefined) throw lost(`its disk cannot be used (${device.failure})`);
     const slot = await network.adopt(slotIndex).catch((error: unknown) => {
@@ -412,6 +425,7 @@ class Factory implements SandboxFactory {
       merge: this.#merge,
       live,
       vm,
+      slot,
       agentAddress,
       device,
       timings: watch.timings(),
@@ -498,6 +512,7 @@ interface RunningParts {
   readonly merge: LayerMerger | undefined;
   readonly live: LiveRecord;
   readonly vm: VmHandle;
+  readonly slot: NetworkSlot;
   readonly agentAddress: string;
   readonly device: DeviceInfo;
   readonly timings: PhaseTimings;
@@ -525,6 +540,7 @@ class Running implements RunningSandbox {
   #released = false;
   readonly #substitutes = { disk: new Substitutes(), memory: new Substitutes() };
   #compacting: Promise<void> | undefined;
+  readonly #unused: LayerRef[] = [];
   readonly #ending = new AbortController();
   /** Set while a capture reads the chains. */
   #capturing = false;
@@ -583,6 +599,7 @@ class Running implements RunningSandbox {
       const taken = await watch.measure("stopped", async () => {
         const stillness = await this.#takeStopped(dir, this.#parts.layerDir, watch);
         try {
+          await this.#swapLowers(stillness.lowers);
           await watch.measure("vmm_resume", () => this.#parts.vm.resume());
         } catch (error) {
           throw this.#terminal(error, `it does not run again (${errorChain(error).join(": ")})`);
@@ -593,6 +610,7 @@ class Running implements RunningSandbox {
       this.#base = taken.memory;
       const state = await watch.measure("commit", () => this.#commit(dir, taken));
       await this.#writeLive();
+      await this.#removeUnused();
       this.#compactSoon(taken.lowers);
       return state;
     });
@@ -622,6 +640,15 @@ class Running implements RunningSandbox {
   async #prepare(dir: string, watch: Stopwatch): Promise<void> {
     const { factory, device } = this.#parts;
     await makeDirDurable(dir);
+    const { bavail, bsize } = await statfs(dir);
+    if (bavail * bsize < MIN_FREE_BYTES) {
+      throw new AenvError({
+        code: "disk_full",
+        status: 507,
+        message: `no space left on the file system of ${dir}`,
+        remediation: "free space on the file system that holds $AENV_HOME",
+      });
+    }
     await watch.measure("flush", () => factory.blockClient.flush(device.deviceId));
   }
 
@@ -776,15 +803,76 @@ class Running implements RunningSandbox {
     }
   }
 
-  async #writeLive(): Promise<void> {
-    const { factory, live } = this.#parts;
+  async applyEgress(policy: EgressPolicy): Promise<void> {
+    await this.#parts.slot.applyPolicy(policy);
+    // A server that takes over must not fall back to the policy of the start.
+    await this.#writeLive();
+  }
+
+  /**
+   * The VM stands still after a checkpoint. A live disk over many lowers is made anew over what they were
+   * merged into: its client comes back to the same socket, as it does to a restarted daemon. Where that
+   * fails the disk is as it was; rejects when there is none any more.
+   */
+  async #swapLowers(lowers: readonly LayerRef[]): Promise<void> {
+    const { factory, device } = this.#parts;
+    const { blockClient, maxLiveLowers = MAX_LIVE_LOWERS, log } = factory;
+    if (lowers.length <= maxLiveLowers) return;
+    const merged = this.#substitutes.disk.apply(lowers);
+    if (merged.length > lowers.length / 2) return;
+    const { deviceId, exportKind } = device;
+    const spec = (image: DeviceSpec["image"]): DeviceSpec => ({
+      deviceId,
+      image,
+      readOnly: false,
+      exportKind,
+    });
+    let before: DeviceSpec;
+    let after: DeviceSpec;
+    try {
+      const now = await blockClient.get(deviceId);
+      assert(now !== undefined, `block device ${deviceId} of a running sandbox exists`);
+      const image = { ...now.image, virtualSizeBytes: now.virtualSizeBytes };
+      before = spec(image);
+      after = spec({ ...image, lowers: merged });
+      // Known to another process, should this one end between the release and the creation.
+      await this.#writeLive(after);
+    } catch (error) {
+      log.warn({ err: error, deviceId }, "lowers were not replaced");
+      return;
+    }
+    await blockClient.release(deviceId);
+    try {
+      await blockClient.create(after);
+    } catch (error) {
+      log.error({ err: error, deviceId }, "a disk was not made over its merged lowers");
+      await blockClient.create(before);
+      return;
+    }
+    log.info({ deviceId, lowers: lowers.length, merged: merged.length }, "lowers replaced");
+    const kept = new Set(merged.map(({ file }) => file));
+    this.#unused.push(...lowers.filter((layer) => isPrivate(layer) && !kept.has(layer.file)));
+  }
+
+  /** After the commit, which links from them: layers that nothing here refers to any more. */
+  async #removeUnused(): Promise<void> {
+    for (const layer of this.#unused.splice(0)) await removeTree(layer.file);
+  }
+
+  async #writeLive(device?: DeviceSpec): Promise<void> {
+    const { factory, live, slot } = this.#parts;
     const adoptable = {
       shape: this.#shape,
       envdVersion: this.#envdVersion,
       memory: this.#mapped,
       base: this.#base,
     };
-    await writeLive(factory.rootDir, { ...live, adoptable });
+    await writeLive(factory.rootDir, {
+      ...live,
+      policy: slot.policy,
+      adoptable,
+      ...(device === undefined ? {} : { device }),
+    });
   }
 
   /**

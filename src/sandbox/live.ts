@@ -6,6 +6,7 @@ import { isUuid } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
 import type { MemoryImage } from "../memory/types.ts";
 import type { EgressPolicy } from "../network/index.ts";
+import type { DeviceSpec } from "../storage/blockd/protocol.ts";
 import type { VmReference, VmShape } from "../vmm/types.ts";
 
 /**
@@ -24,6 +25,8 @@ export interface LiveRecord {
   readonly slotIndex?: number;
   readonly policy?: EgressPolicy;
   readonly vm?: VmReference;
+  /** The block device, for the moment in which it is made anew. */
+  readonly device?: DeviceSpec;
   /** There once the guest was told who it is: what another process needs to go on. */
   readonly adoptable?: {
     readonly shape: VmShape;

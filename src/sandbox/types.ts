@@ -1,4 +1,5 @@
 import type { MemoryImage } from "../memory/types.ts";
+import type { EgressPolicy } from "../network/index.ts";
 import type { KeptSlot } from "../network/types.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import type { VmExit, VmIdentity, VmReference, VmShape } from "../vmm/types.ts";
@@ -43,6 +44,8 @@ export interface BootSpec {
 export interface ResumeSpec {
   readonly identity: GuestIdentity;
   readonly state: CapturedState;
+  /** What the guest may reach, in force before its first packet. Absent: the node's default. */
+  readonly egress?: EgressPolicy;
 }
 
 /** Time spent in each part of a start, pause or resume, in milliseconds. */
@@ -79,6 +82,8 @@ export interface RunningSandbox extends AsyncDisposable {
   resumeInPlace(): Promise<void>;
   /** Runs agent `/init` again (token, clock, entropy). Connections to the guest stay. */
   reinit(identity: GuestIdentity): Promise<void>;
+  /** Replaces what the guest may reach in one step; established flows that are still allowed go on. */
+  applyEgress(policy: EgressPolicy): Promise<void>;
   /** One look at the agent's `/health`; `agent_unreachable` when it does not answer within the time. */
   probe(timeoutMs: number): Promise<void>;
   /** Kills the VM and releases all it held. Idempotent; the same as disposing. */

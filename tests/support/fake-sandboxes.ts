@@ -1,6 +1,7 @@
 import { mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { AenvError } from "../../src/lib/errors.ts";
+import type { EgressPolicy } from "../../src/network/index.ts";
 import type { KeptSlot } from "../../src/network/types.ts";
 import type {
   BootSpec,
@@ -124,6 +125,12 @@ export class FakeSandbox implements RunningSandbox {
     this.inits += 1;
   }
 
+  egress: EgressPolicy | undefined;
+  async applyEgress(policy: EgressPolicy): Promise<void> {
+    this.#mustLive("egress policy");
+    this.egress = policy;
+  }
+
   async stop(): Promise<void> {
     await this.#factory.faults.stop?.();
     await Bun.sleep(this.#factory.delayMs / 2);
@@ -186,10 +193,12 @@ export class FakeSandboxFactory implements SandboxFactory {
   async resume(spec: ResumeSpec): Promise<RunningSandbox> {
     const memory = spec.state.memory.layers.at(-1);
     const text = await Bun.file(memory!.file).text();
-    return this.#start(spec.identity, Number(text));
+    const sandbox = await this.#start(spec.identity, Number(text));
+    sandbox.egress = spec.egress;
+    return sandbox;
   }
 
-  async #start(identity: GuestIdentity, generation: number): Promise<RunningSandbox> {
+  async #start(identity: GuestIdentity, generation: number): Promise<FakeSandbox> {
     if (this.of(identity.sandboxId) !== undefined)
       throw new Error(`sandbox ${identity.sandboxId} runs already`);
     this.starts += 1;
