@@ -101,6 +101,10 @@ export class Journal {
     this.#add(this.#book(event.sandboxId), describe(event));
   }
 
+  get sandboxIds(): string[] {
+    return [...this.#books.keys()];
+  }
+
   forget(sandboxId: string): void {
     this.#books.delete(sandboxId);
   }

@@ -139,7 +139,9 @@ describe("a sandbox with a real agent", () => {
     state = "running";
     observer.onEvent({ kind: "deleted", sandboxId: id, atMs: 3 });
     known = false;
-    await Bun.sleep(120);
+    // Told late, of a sandbox that is not there any more.
+    observer.onEvent({ kind: "pause_failed", sandboxId: id, atMs: 4, reason: "late" });
+    await Bun.sleep(150);
     expect(observer.metrics(id)).toEqual([]);
     expect(await observer.logs(id)).toEqual([]);
     known = true;

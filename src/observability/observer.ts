@@ -238,7 +238,13 @@ class ServerObserver implements NodeObserver {
   start(sandboxes: ObservedSandboxes): void {
     this.#sandboxes = sandboxes;
     const look = () => {
-      for (const record of sandboxes.list()) if (record.state === "running") this.#look(record.id);
+      const records = sandboxes.list();
+      const known = new Set(records.map((record) => record.id));
+      // What was still told of a sandbox after its end.
+      for (const id of [...this.#journal.sandboxIds, ...this.#watched.keys()]) {
+        if (!known.has(id) && !this.#creating.has(id)) this.#forget(id);
+      }
+      for (const record of records) if (record.state === "running") this.#look(record.id);
     };
     this.#timer = setInterval(look, this.#options.sampleIntervalMs ?? SAMPLE_INTERVAL_MS);
   }
