@@ -114,6 +114,32 @@ def _():
     raise AssertionError("no point within 30 s")
 
 
+@feature("Sandbox", "fork: children with the source's memory and files, ids of their own")
+def _():
+    box.files.write("/root/py-forked", "before")
+    children = box.fork(count=2)
+    for child in children:
+        if isinstance(child, Exception):
+            raise child
+    assert len({box.sandbox_id, *(child.sandbox_id for child in children)}) == 3
+    children[0].files.write("/root/py-forked", "mine")
+    assert children[1].files.read("/root/py-forked") == "before"
+    for child in children:
+        child.kill()
+
+
+@feature("Sandbox", "snapshot: the source runs on, a new sandbox starts from it")
+def _():
+    box.files.write("/root/py-snapped", "in it")
+    snapshot = box.create_snapshot()
+    assert box.commands.run("echo on").stdout == "on\n"
+    clone = Sandbox.create(snapshot.snapshot_id, timeout=300)
+    assert clone.files.read("/root/py-snapped") == "in it"
+    clone.kill()
+    assert Sandbox.delete_snapshot(snapshot.snapshot_id) is True
+    assert Sandbox.delete_snapshot(snapshot.snapshot_id) is False
+
+
 @feature("Commands", "foreground: output, errors, exit code, directory, environment, user")
 def _():
     result = box.commands.run("echo out; echo err >&2")
@@ -222,6 +248,25 @@ def _():
     except TimeoutException:
         return
     raise AssertionError("no error")
+
+
+@feature("Traffic", "signed download and upload URLs without headers; tampered and expired ones")
+def _():
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    box.files.write("/tmp/py-signed.txt", "signed content")
+    url = box.download_url("/tmp/py-signed.txt", use_signature_expiration=60)
+    assert urlopen(url).read() == b"signed content"
+    short = box.download_url("/tmp/py-signed.txt", use_signature_expiration=1)
+    time.sleep(2.1)
+    for bad in (url.replace("py-signed", "other"), short):
+        try:
+            urlopen(bad)
+        except HTTPError as error:
+            assert error.code == 401, error
+        else:
+            raise AssertionError(f"{bad} was answered")
 
 
 box.kill()
