@@ -26,7 +26,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
   beforeAll(async () => {
     stateDir = `/tmp/orch-small-${process.pid}`;
     mkdirSync(stateDir);
-    await runCommand(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", stateDir]);
+    await runCommand(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", stateDir]);
     node = await startRealNode({ deps: deps!, pool: POOL, stateDir });
     await busyboxTemplate(node);
   }, 120_000);
@@ -66,7 +66,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
 
   test("a disk that is full when a pause is stored: the error says so, the sandbox runs on, and pauses later", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
-    await node.sh(id, "head -c 20000000 /dev/urandom > /dev/shm/big");
+    await node.sh(id, "head -c 60000000 /dev/urandom > /dev/shm/big");
     const error = await node.orchestrator.pause(id).catch((thrown: unknown) => thrown);
     expect(error).toMatchObject({ code: "disk_full", status: 507 });
     expect(node.orchestrator.get(id).state).toBe("running");
@@ -82,6 +82,23 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     await node.orchestrator.kill(next.id);
     expect(await leftovers(node)).toEqual([]);
   }, 60_000);
+
+  test("a state directory that has become read-only: the pause says so within seconds, the sandbox runs on", async () => {
+    const { id } = await node.orchestrator.create(REQUEST);
+    await runCommand(["mount", "-o", "remount,ro", stateDir]);
+    try {
+      const began = performance.now();
+      const error = await node.orchestrator.pause(id).catch((thrown: unknown) => thrown);
+      expect(error).toMatchObject({ code: "pause_failed", message: expect.stringContaining("EROFS") });
+      expect(await node.sh(id, "echo alive")).toBe("alive");
+      expect(performance.now() - began).toBeLessThan(5000);
+      expect(node.orchestrator.get(id).state).toBe("running");
+    } finally {
+      await runCommand(["mount", "-o", "remount,rw", stateDir]);
+    }
+    await node.orchestrator.pause(id);
+    await node.orchestrator.kill(id);
+  }, 30_000);
 
   test("a VM killed from outside: its sandbox is gone, and nothing of it is left", async () => {
     const { id } = await node.orchestrator.create(REQUEST);

@@ -115,6 +115,7 @@ export async function startRealNode(options: {
   readonly pool: number;
   readonly log?: Logger;
   readonly orchestrator?: Partial<OrchestratorOptions>;
+  readonly maxLiveLowers?: number;
 }): Promise<RealNode> {
   const log = options.log ?? createLogger("test");
   if (options.log === undefined) log.level = process.env.AENV_TEST_LOG ?? "silent";
@@ -165,6 +166,7 @@ export async function startRealNode(options: {
     initTimeoutMs: 60_000,
     pollMs: 3,
     mergeCommand: [process.execPath, join(ROOT, "src/main.ts"), "merge-layers"],
+    ...(options.maxLiveLowers === undefined ? {} : { maxLiveLowers: options.maxLiveLowers }),
     log,
   });
   await network.start(await sandboxes.survivors());
