@@ -64,7 +64,7 @@ module.exports = {
       name: "ffi-only-from-the-engine",
       comment: "bun:ffi is imported by ffi/ alone.",
       severity: "error",
-      from: { pathNot: "^(ffi/|node_modules)" },
+      from: { pathNot: ["^(ffi/|node_modules)", "\\.test\\.ts$"] },
       to: { path: "^bun:ffi$" },
     },
     {
