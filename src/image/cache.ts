@@ -137,6 +137,11 @@ async function readRecord<Schema extends z.ZodType>(
   }
 }
 
+/** Changes when the file is written to or replaced. */
+function identityOf(info: Stats): string {
+  return `${info.ino} ${info.mtimeMs} ${info.size}`;
+}
+
 async function sizeOf(path: string): Promise<number | undefined> {
   return (await infoOf(path))?.size;
 }
@@ -210,7 +215,7 @@ export class ImageCache {
       );
       return undefined;
     }
-    const identity = `${found.ino} ${found.mtimeMs} ${found.size}`;
+    const identity = identityOf(found);
     if (this.#checked.get(digest) !== identity) {
       const actual = await hashFile(file, new AbortController().signal);
       if (actual !== digest) {
@@ -233,12 +238,15 @@ export class ImageCache {
   async publishCommit(staged: string, digest: string, size: number): Promise<CachedLayer> {
     const file = this.commitPath(digest);
     const directory = dirname(file);
+    let ours = false;
     try {
       await syncPath(staged);
       await mkdir(directory, { recursive: true });
       try {
         await link(staged, file);
         await rm(staged);
+        // Its bytes were hashed just now, for its name.
+        ours = true;
       } catch (error) {
         if (!(error instanceof Error && "code" in error && error.code === "EEXIST")) throw error;
         if ((await sizeOf(file)) === size) {
@@ -246,6 +254,7 @@ export class ImageCache {
         } else {
           this.#log.warn({ file, size }, "replacing a damaged image layer");
           await rename(staged, file);
+          ours = true;
         }
       }
       await syncPath(directory);
@@ -253,6 +262,8 @@ export class ImageCache {
     } catch (error) {
       throw diskFault(error, "publishing an image layer");
     }
+    const published = await infoOf(file);
+    if (ours && published !== undefined) this.#checked.set(digest, identityOf(published));
     return { file, digest, size };
   }
 

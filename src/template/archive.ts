@@ -1,3 +1,4 @@
+import { closeSync, ftruncateSync, openSync, writeSync } from "node:fs";
 import { posix } from "node:path";
 import { openLayerTar, showBytes, type TarEntry, TarParser, type TarSink } from "../image/index.ts";
 import { AenvError, errorChain } from "../lib/errors.ts";
@@ -86,6 +87,54 @@ export async function listArchive(
     signal,
   );
   return { members, contentBytes };
+}
+
+const BZIP2 = Buffer.from("BZh");
+const XZ = Buffer.from([0xfd, 0x37, 0x7a, 0x58, 0x5a]);
+
+/**
+ * Puts one file of the archive at `target`. True when that file is itself a tar that an ADD unpacks (plain, gzip,
+ * zstd); error `unsupported_step` for the compressions docker knows and this server does not.
+ */
+export async function extractIfTar(
+  archive: string,
+  path: string,
+  target: string,
+  limits: ArchiveLimits,
+  signal: AbortSignal,
+): Promise<boolean> {
+  const fd = openSync(target, "wx", 0o600);
+  try {
+    let wanted = false;
+    const sink: TarSink = {
+      entry(entry) {
+        wanted = entry.type === "file" && memberPath(entry.path) === path;
+        if (wanted) ftruncateSync(fd);
+      },
+      data(chunk) {
+        for (let at = 0; wanted && at < chunk.length; ) at += writeSync(fd, chunk, at);
+      },
+    };
+    await readArchive(archive, sink, signal);
+  } finally {
+    closeSync(fd);
+  }
+  const head = Buffer.from(await Bun.file(target).slice(0, 5).arrayBuffer());
+  if (head.subarray(0, 3).equals(BZIP2) || head.equals(XZ)) {
+    throw new AenvError({
+      code: "unsupported_step",
+      status: 400,
+      message: `ADD would unpack ${showBytes(path)}, whose compression this server cannot read`,
+      remediation: "use gzip or zstd, or COPY it and unpack it in a RUN step",
+    });
+  }
+  try {
+    await listArchive(target, limits, signal);
+    return true;
+  } catch (error) {
+    if (error instanceof AenvError && error.code === "invalid_archive") return false;
+    throw error;
+  }
 }
 
 export type CopySource =

@@ -13,8 +13,8 @@ import type {
   SandboxFactory,
 } from "../sandbox/types.ts";
 import type { SnapshotRepository, StartupContext } from "../snapshot/types.ts";
-import { listArchive, selectSource } from "./archive.ts";
-import { copyIntoGuest } from "./copy.ts";
+import { extractIfTar, listArchive, selectSource } from "./archive.ts";
+import { type CopyRequest, copyIntoGuest } from "./copy.ts";
 import type { FileStore } from "./files.ts";
 import { BuildGuest } from "./guest.ts";
 import type { BuildLog } from "./log.ts";
@@ -416,20 +416,32 @@ export class Build {
     if (owner.split(":")[0] === DEFAULT_ACCOUNT) await guest.ensureUser(owner);
     const { uid, gid } = await guest.account(owner);
     const from = context.workdir ?? (await guest.account(current)).home;
-    const report = await copyIntoGuest(
-      guest.agent,
-      running.hostAddress,
-      {
-        archive,
-        source,
-        target: posix.resolve("/", from, step.target),
-        mustBeDirectory: /(^|\/)\.{0,2}$/.test(step.target),
-        uid,
-        gid,
-        ...(step.mode === undefined ? {} : { mode: step.mode }),
-      },
-      { timeoutMs: this.#remaining(), signal: this.#signal },
-    );
+    const request: CopyRequest = {
+      archive,
+      source,
+      target: posix.resolve("/", from, step.target),
+      mustBeDirectory: /(^|\/)\.{0,2}$/.test(step.target),
+      uid,
+      gid,
+      ...(step.mode === undefined ? {} : { mode: step.mode }),
+    };
+    await using scratch = new AsyncDisposableStack();
+    const options = { timeoutMs: this.#remaining(), signal: this.#signal };
+    let unpacked: CopyRequest | undefined;
+    if (step.type === "ADD" && source.kind === "file") {
+      const inner = this.#parts.files.scratchPath();
+      scratch.defer(() => removeTree(inner));
+      if (await extractIfTar(archive, source.path, inner, limits, this.#signal)) {
+        unpacked = {
+          ...request,
+          archive: inner,
+          source: { kind: "directory", prefix: "" },
+          mustBeDirectory: true,
+          keepOwners: step.owner === undefined,
+        };
+      }
+    }
+    const report = await copyIntoGuest(guest.agent, running.hostAddress, unpacked ?? request, options);
     const mebibytes = (report.bytes / 1048576).toFixed(1);
     this.#order.log.add("info", `copied ${report.entries} entries, ${mebibytes} MiB`, number);
   }

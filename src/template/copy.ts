@@ -18,6 +18,8 @@ export interface CopyRequest {
   readonly mustBeDirectory: boolean;
   readonly uid: number;
   readonly gid: number;
+  /** Entries keep the owners of the archive; the above is for directories made on the way. */
+  readonly keepOwners?: boolean;
   /** Permission bits for all files and directories; absent: as in the archive. */
   readonly mode?: number;
 }
@@ -44,6 +46,7 @@ function relativeTo(source: CopySource, path: string): string | undefined {
 
 function owned(entry: TarEntry, request: CopyRequest): TarEntry {
   const mode = request.mode !== undefined && entry.type !== "symlink" ? request.mode : entry.mode;
+  if (request.keepOwners === true) return { ...entry, mode };
   return { ...entry, mode, uid: request.uid, gid: request.gid };
 }
 

@@ -175,7 +175,10 @@ export class FileStore {
         sink.end();
         await ended;
       } catch (error) {
+        // Its file may be made only now: it must not appear after it was removed.
+        const closed = new Promise((resolve) => sink.once("close", resolve));
         sink.destroy();
+        if (!sink.closed) await closed;
         throw error;
       }
       if (declaredBytes !== undefined && size !== declaredBytes)
@@ -200,6 +203,11 @@ export class FileStore {
       await removeTree(staged);
     }
     await this.#evict();
+  }
+
+  /** Name for a temporary file of a build; the caller removes it. */
+  scratchPath(): string {
+    return join(this.#staging, `${process.pid}-${this.#uploads++}.part`);
   }
 
   async remove(templateId: string): Promise<void> {

@@ -11,7 +11,7 @@ import {
 import { join } from "node:path";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
-import { makeTar } from "../../tests/support/oci.ts";
+import { compress, makeTar } from "../../tests/support/oci.ts";
 import type { ImageRuntimeConfig, ImageService, ResolveOptions } from "../image/types.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
@@ -537,6 +537,18 @@ test("COPY: archives are asked for, uploaded and copied; a missing one fails the
   expect(state.build).toMatchObject({ status: "ready" });
   expect(readFileSync(join(guestRoot, "srv/here/main"), "utf8")).toBe("main");
   expect(messages(state)).toContain("copied 2 entries, 0.0 MiB");
+  await upload(made.templateId, HASH_OF("c"), [
+    { path: "inner.tgz", content: compress(makeTar([{ path: "deep/file", content: "inner" }]), "gzip") },
+    { path: "plain.txt", content: "plain" },
+    { path: "inner.tar.xz", content: new Uint8Array([0xfd, 0x37, 0x7a, 0x58, 0x5a, 0, 0]) },
+  ]);
+  const add = (source: string) => ({ type: "ADD", args: [source, "/added/"], filesHash: HASH_OF("c") });
+  const added = await build("copy", { fromImage: "x", steps: [add("inner.tgz"), add("plain.txt")] });
+  expect(added.build).toMatchObject({ status: "ready" });
+  expect(readFileSync(join(guestRoot, "added/deep/file"), "utf8")).toBe("inner");
+  expect(readFileSync(join(guestRoot, "added/plain.txt"), "utf8")).toBe("plain");
+  const xz = await build("copy", { fromImage: "x", steps: [add("inner.tar.xz")] });
+  expect(xz.build.reason?.message).toContain("compression this server cannot read");
   const missing = await build("copy", {
     fromImage: "x",
     steps: [{ type: "COPY", args: ["app", "/x"], filesHash: HASH_OF("b") }],
