@@ -51,6 +51,7 @@ typedef struct agent {
   struct ports *ports; // NULL: loopback services are not exposed
   unsigned njobs, nprocs, nwatchers;
   uint64_t cpu_busy, cpu_total; // /proc/stat at the last /metrics
+  buf frame; // room for the message being sent, kept: large blocks are costly to get and give back
 } agent;
 
 static inline agent *agent_of(const conn *c) {

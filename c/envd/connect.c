@@ -92,21 +92,27 @@ static void stream_begin(call *k) {
 
 void rpc_send(call *k, const msg *m) {
   if (k->ended || k->c->closed) return;
-  buf payload = {0}, frame = {0};
-  encode(k, &payload, m);
-  put_frame(&frame, 0, &payload);
-  if (payload.oom || frame.oom || k->a.oom) {
-    buf_free(&payload);
+  agent *ag = k->ag;
+  buf frame = ag->frame; // out of reach of whoever is called from the write
+  ag->frame = (buf){0};
+  buf_put(&frame, "\0\0\0\0", 5);
+  encode(k, &frame, m);
+  if (frame.oom || k->a.oom) {
     buf_free(&frame);
     http_abort(k->c);
     return;
   }
+  uint32_t n = (uint32_t)buf_len(&frame) - 5;
+  for (int i = 0; i < 4; i++) buf_data(&frame)[1 + i] = (uint8_t)(n >> (24 - 8 * i));
   stream_begin(k);
   conn *c = k->c; // the write may end the call
   if (k->on_keepalive) timer_set(&k->ag->loop, &k->keepalive, k->keepalive_ms);
-  http_write(c, frame.p, buf_len(&frame));
-  buf_free(&payload);
-  buf_free(&frame);
+  http_write(c, buf_data(&frame), buf_len(&frame));
+  buf_clear(&frame);
+  if (ag->frame.p)
+    buf_free(&frame);
+  else
+    ag->frame = frame;
 }
 
 bool rpc_may_send(call *k) {
@@ -269,6 +275,8 @@ static void take_frames(call *k) {
     enum code bad;
     ssize_t used = frame_parse(p, buf_len(&k->frames), &bad, &why);
     if (used < 0) rpc_fail(k, bad, "%s", why);
+    if (!used && buf_len(&k->frames) >= 5) // room for the rest of it at once
+      buf_reserve(&k->frames, 5 + ((size_t)p[1] << 24 | (size_t)p[2] << 16 | (size_t)p[3] << 8 | p[4]) - buf_len(&k->frames));
     if (used <= 0) break;
     size_t len = (size_t)used - 5;
     if (k->m->kind == SERVER_STREAM) {

@@ -193,6 +193,7 @@ static int run_agent(int argc, char **argv) {
   free(ag->default_user);
   free(ag->default_workdir);
   free(ag->lifecycle);
+  buf_free(&ag->frame);
   free(ag);
   return rc ? 1 : 0;
 }

@@ -171,13 +171,22 @@ static size_t varint_size(uint64_t v) {
 }
 
 // Text that is not UTF-8 (a file name) cannot be a protobuf string: such bytes become U+FFFD.
-static void put_text(buf *out, const char *s, size_t n) {
+static size_t text_size(const char *s, size_t n) {
   size_t len = 0;
   for (size_t i = 0; i < n;) {
     size_t u = utf8_seq((const uint8_t *)s + i, n - i);
     len += u ? u : 3;
     i += u ? u : 1;
   }
+  return len;
+}
+
+static size_t with_length(size_t n) {
+  return varint_size(n) + n;
+}
+
+static void put_text(buf *out, const char *s, size_t n) {
+  size_t len = text_size(s, n);
   put_varint(out, len);
   if (len == n) {
     buf_put(out, s, n); // cannot hold a replaced byte: each adds two
@@ -198,45 +207,74 @@ static uint64_t scalar_bits(const fdesc *f, const val *v) {
   return (uint64_t)v->i; // negative int32/enum values are sign-extended to 64 bits on the wire
 }
 
+static size_t time_size(const val *v) {
+  return (v->i ? 1 + varint_size((uint64_t)v->i) : 0) + (v->nsec ? 1 + varint_size((uint64_t)v->nsec) : 0);
+}
+
+static size_t map_size(const val *v) {
+  return 2 + with_length(text_size(v->key, v->keylen)) + with_length(text_size(v->s, v->n));
+}
+
+static bool left_out(const fdesc *f, const val *v) {
+  if ((f->flags & (F_REPEATED | F_PRESENCE | F_ONEOF)) || f->kind == K_MSG || f->kind == K_TIME || f->kind == K_MAP) return false;
+  return f->kind == K_STRING || f->kind == K_BYTES ? v->n == 0 : v->i == 0;
+}
+
+static bool has_length(const fdesc *f) {
+  return f->kind == K_STRING || f->kind == K_BYTES || f->kind == K_MSG || f->kind == K_MAP || f->kind == K_TIME;
+}
+
+// Sizes come before contents on the wire. Nothing here is nested deeply: to count again at each level is cheaper than to
+// build every message in memory of its own.
+static size_t msg_size(const msg *m) {
+  size_t n = 0;
+  for (unsigned i = 0; m && i < m->d->n; i++) {
+    const fdesc *f = &m->d->fields[i];
+    for (const val *v = m->f[i].first; v; v = v->next) {
+      if (left_out(f, v)) continue;
+      n += varint_size((uint64_t)f->num << 3);
+      switch (f->kind) {
+      case K_STRING: n += with_length(text_size(v->s, v->n)); break;
+      case K_BYTES: n += with_length(v->n); break;
+      case K_MSG: n += with_length(msg_size(v->m)); break;
+      case K_MAP: n += with_length(map_size(v)); break;
+      case K_TIME: n += with_length(time_size(v)); break;
+      default: n += varint_size(scalar_bits(f, v));
+      }
+    }
+  }
+  return n;
+}
+
 void msg_to_pb(buf *out, const msg *m) {
   for (unsigned i = 0; m && i < m->d->n; i++) {
     const fdesc *f = &m->d->fields[i];
-    bool many = (f->flags & F_REPEATED) || f->kind == K_MAP;
     for (const val *v = m->f[i].first; v; v = v->next) {
-      bool text = f->kind == K_STRING || f->kind == K_BYTES;
-      if (!many && !(f->flags & (F_PRESENCE | F_ONEOF)) && f->kind != K_MSG && f->kind != K_TIME &&
-          (text ? v->n == 0 : v->i == 0))
-        continue;
-      bool len = text || f->kind == K_MSG || f->kind == K_MAP || f->kind == K_TIME;
-      put_varint(out, (uint64_t)f->num << 3 | (len ? W_LEN : W_VARINT));
-      buf sub = {0};
+      if (left_out(f, v)) continue;
+      put_varint(out, (uint64_t)f->num << 3 | (has_length(f) ? W_LEN : W_VARINT));
       switch (f->kind) {
       case K_STRING: put_text(out, v->s ? v->s : "", v->n); break;
       case K_BYTES:
         put_varint(out, v->n);
         buf_put(out, v->s, v->n);
         break;
-      case K_MSG: msg_to_pb(&sub, v->m); break;
-      case K_MAP:
-        put_varint(&sub, 1 << 3 | W_LEN);
-        put_text(&sub, v->key, v->keylen);
-        put_varint(&sub, 2 << 3 | W_LEN);
-        put_text(&sub, v->s, v->n);
+      case K_MSG:
+        put_varint(out, msg_size(v->m));
+        msg_to_pb(out, v->m);
         break;
-      case K_TIME: {
-        size_t n = (v->i ? 1 + varint_size((uint64_t)v->i) : 0) + (v->nsec ? 1 + varint_size((uint64_t)v->nsec) : 0);
-        put_varint(out, n);
+      case K_MAP:
+        put_varint(out, map_size(v));
+        put_varint(out, 1 << 3 | W_LEN);
+        put_text(out, v->key, v->keylen);
+        put_varint(out, 2 << 3 | W_LEN);
+        put_text(out, v->s, v->n);
+        break;
+      case K_TIME:
+        put_varint(out, time_size(v));
         if (v->i) put_varint(out, 1 << 3), put_varint(out, (uint64_t)v->i);
         if (v->nsec) put_varint(out, 2 << 3), put_varint(out, (uint64_t)v->nsec);
         break;
-      }
       default: put_varint(out, scalar_bits(f, v));
-      }
-      if (f->kind == K_MSG || f->kind == K_MAP) {
-        put_varint(out, buf_len(&sub));
-        buf_put(out, sub.p, buf_len(&sub));
-        if (sub.oom) out->oom = true;
-        buf_free(&sub);
       }
     }
   }
