@@ -33,6 +33,10 @@ async function runProgram(argv: string[]): Promise<number> {
       const { mergeLayersMain } = await import("./sandbox/index.ts");
       return mergeLayersMain();
     }
+    case "layer": {
+      const { layerMain } = await import("./storage/overlaybd/index.ts");
+      return layerMain(rest);
+    }
     case "setup": {
       const { setupMain } = await import("./setup/index.ts");
       return setupMain(rest);

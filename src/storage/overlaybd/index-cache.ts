@@ -61,9 +61,13 @@ export function indexKey(layers: readonly LayerIdentity[]): string {
 /** Indexes of stacks that are open on this thread; they are never changed. */
 const open = new Map<string, WeakRef<FlatIndex>>();
 
+let sweepAt = 64;
+
 function remember(key: string, index: FlatIndex): void {
-  for (const [known, ref] of open) if (ref.deref() === undefined) open.delete(known);
   open.set(key, new WeakRef(index));
+  if (open.size < sweepAt) return;
+  for (const [known, ref] of open) if (ref.deref() === undefined) open.delete(known);
+  sweepAt = Math.max(64, 2 * open.size);
 }
 
 /** Lets go of what is shared in memory, so that the next open has to look for a file; for tests. */

@@ -10,4 +10,5 @@ export { createLayerWriter } from "./layer-writer.ts";
 export { commitUpper, mergeLayers } from "./merge.ts";
 export { planMerge, startMerge } from "./merge-job.ts";
 export { createUpper, openStack, type StackOptions } from "./stack.ts";
+export { layerMain } from "./tool/index.ts";
 export type * from "./types.ts";

@@ -1,6 +1,6 @@
 import { type Disk, type DiskFile, hostDisk, temporaryName } from "./disk.ts";
 import { badRequest } from "./errors.ts";
-import { MAX_DISK_BYTES, parseUuid, SECTOR_BYTES } from "./lsmt/format.ts";
+import { MAX_DISK_BYTES, MAX_TAG_BYTES, parseUuid, SECTOR_BYTES } from "./lsmt/format.ts";
 import { type ByteSink, CommittedWriter } from "./lsmt/writer.ts";
 import { encodeTarHead, TAR_HEAD_BYTES, tarTailBytes } from "./tar.ts";
 import type { CommitOptions, LayerRef, LayerWriter, LayerWriterOptions } from "./types.ts";
@@ -103,6 +103,18 @@ function checkedUuid(text: string | undefined, name: string): string | undefined
   return uuid;
 }
 
+function checkedTag(text: string | undefined): Uint8Array | undefined {
+  if (text === undefined) return undefined;
+  const bytes = new TextEncoder().encode(text);
+  if (bytes.byteLength > MAX_TAG_BYTES) {
+    throw badRequest(
+      "invalid_tag",
+      `user tag of ${bytes.byteLength} bytes, at most ${MAX_TAG_BYTES} are kept`,
+    );
+  }
+  return bytes;
+}
+
 export function checkVirtualSize(virtualSizeBytes: number, minimum: number): void {
   if (
     !Number.isInteger(virtualSizeBytes) ||
@@ -122,7 +134,7 @@ export function checkVirtualSize(virtualSizeBytes: number, minimum: number): voi
  * over a bigger one, or a size of 0, which inherits) and are kept.
  */
 export type LayerFileOptions = LayerWriterOptions &
-  Pick<CommitOptions, "compression" | "tar"> & { readonly copy?: boolean };
+  Pick<CommitOptions, "compression" | "tar" | "userTag"> & { readonly copy?: boolean };
 
 /** A layer in committed form being written, compressed or not. */
 export class LayerFileWriter implements LayerWriter {
@@ -141,6 +153,7 @@ export class LayerFileWriter implements LayerWriter {
       virtualSizeBytes: options.virtualSizeBytes,
       uuid: checkedUuid(options.uuid, "uuid"),
       parentUuid: checkedUuid(options.parentUuid, "parent uuid"),
+      userTag: checkedTag(options.userTag),
     };
     this.#target = target;
     this.#uuid = identity.uuid;

@@ -166,6 +166,8 @@ export interface CommitOptions {
    * with a 64 KiB block that does not shrink is written with 32 KiB blocks: other readers cannot read such.
    */
   readonly compression?: { readonly algorithm: "lz4" | "zstd"; readonly blockSizeBytes: number };
+  /** Text kept in header and trailer, at most 256 bytes of UTF-8. */
+  readonly userTag?: string;
   /** Wraps the file in tar, the form that registries hold. */
   readonly tar?: boolean;
 }

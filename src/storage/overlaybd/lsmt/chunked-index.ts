@@ -2,7 +2,7 @@ import { type FlatIndex, FlatIndexBuilder, ZEROED_TAG } from "./flat-index.ts";
 import { MAX_MAPPING_SECTORS, MAX_MAPPINGS } from "./format.ts";
 
 const LEAF_ENTRIES = 256;
-/** Leaves per allocation (72 KiB). */
+/** Most leaves per allocation (72 KiB); the first allocations are smaller, an upper may stay empty. */
 const SLAB_LEAVES = 16;
 /** In `lengths`: bit 15 marks explicit zeros, the rest is the length. */
 const ZEROED = 0x8000;
@@ -18,6 +18,7 @@ interface Leaf {
 /** Leaves are cut from big buffers and used again: small typed arrays of their own would cost twice the memory. */
 class LeafPool {
   readonly #free: Leaf[] = [];
+  #nextLeaves = 1;
 
   take(): Leaf {
     if (this.#free.length === 0) this.#grow();
@@ -31,11 +32,13 @@ class LeafPool {
   }
 
   #grow(): void {
-    const total = SLAB_LEAVES * LEAF_ENTRIES;
+    const leaves = this.#nextLeaves;
+    this.#nextLeaves = Math.min(SLAB_LEAVES, 2 * leaves);
+    const total = leaves * LEAF_ENTRIES;
     const offsets = new Float64Array(total);
     const moffsets = new Float64Array(total);
     const lengths = new Uint16Array(total);
-    for (let i = SLAB_LEAVES - 1; i >= 0; i--) {
+    for (let i = leaves - 1; i >= 0; i--) {
       const from = i * LEAF_ENTRIES;
       const to = from + LEAF_ENTRIES;
       this.#free.push({

@@ -34,6 +34,7 @@ const USED_BYTES = 390;
 const UUID_BYTES = 37;
 const TAG_OFFSET = 134;
 const TAG_BYTES = 256;
+export const MAX_TAG_BYTES = TAG_BYTES;
 const UUID_TEXT = /^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$/;
 export const NIL_UUID = "00000000-0000-0000-0000-000000000000";
 
