@@ -113,7 +113,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     await sandbox.files.rename("/srv/deep/er/file", "/srv/other");
     await sandbox.files.remove("/srv/deep");
     const metrics = (await (await fetch(`${agent.url}/metrics`)).json()) as Record<string, number>;
-    expect(metrics.mem_total).toBeGreaterThan(100 << 20);
+    expect(metrics.mem_total).toBeGreaterThan(64 << 20);
     await watcher.stop();
     // Not one of the traps was stepped on.
     expect(await sandbox.files.exists("/started")).toBe(false);
@@ -136,7 +136,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     beforeAll(async () => {
       vm = await bootGuest(node, "small-sandbox", small);
       agent = at(vm);
-    }, 60_000);
+    }, 120_000);
     afterAll(async () => await vm?.[Symbol.asyncDispose]());
 
     test("names resolve, and the image's own files stay what they were", async () => {
@@ -178,7 +178,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       await call(agent, `${P}/SendSignal`, { process: { tag: "spin" }, signal: "SIGNAL_SIGKILL" });
       expect((await spinning).end?.status).toBe("signal: killed");
       expect(await spinners()).toBe(0); // the whole group
-    }, 60_000);
+    }, 120_000);
 
     test("a process that takes all memory is ended by the kernel, said so, and the agent lives", async () => {
       const agentPid = (await sh(agent, "pidof envd")).stdout;
@@ -191,7 +191,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       expect((await sh(agent, "pidof envd")).stdout).toBe(agentPid);
       // without a lack of memory a kill is only a kill
       expect((await sh(agent, "kill -9 $$")).end).toMatchObject({ exitCode: -1, error: "signal: killed" });
-    }, 60_000);
+    }, 120_000);
 
     test("processes are found again by the agent that follows a killed one", async () => {
       await fetch(`${agent.url}/init`, {
@@ -243,7 +243,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       await input("term", { pty: btoa("hello\n\x04") });
       expect((await term).pty).toContain("hello\r\n");
       expect(await tags()).toEqual([]);
-    }, 60_000);
+    }, 120_000);
 
     test("two machines of one snapshot differ in name, machine id and randomness, at once", async () => {
       await sh(agent, "echo 10.1.1.1 added >> /etc/hosts");

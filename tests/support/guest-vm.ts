@@ -35,7 +35,7 @@ export async function rootFsOf(dir: string, workDir: string, sizeMiB: number): P
 export async function bootGuest(node: RealNode, sandboxId: string, rootfs: RootFs): Promise<RunningSandbox> {
   return await node.sandboxes.boot({
     identity: { sandboxId, templateId: "guest-test", envVars: {} },
-    shape: { vcpuCount: 1, memoryMiB: 256 },
+    shape: { vcpuCount: 1, memoryMiB: 160 },
     rootfs,
   });
 }
