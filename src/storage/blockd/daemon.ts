@@ -367,7 +367,10 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
 
   const { promise: ended, resolve: end } = Promise.withResolvers<{ code: number; drain: boolean }>();
   let stopping = false;
-  const workerOptions = { blockCacheBytes: Math.floor((options.blockCacheMiB * 2 ** 20) / options.workers) };
+  const workerOptions = {
+    blockCacheBytes: Math.floor((options.blockCacheMiB * 2 ** 20) / options.workers),
+    indexCacheDirectory: join(runtimeDir, "index-cache"),
+  };
   const workers = Array.from(
     { length: options.workers },
     () =>

@@ -18,5 +18,6 @@ export async function workerMain(): Promise<void> {
     import("../overlaybd/index.ts"),
   ]);
   const { options } = workerData as { options: WorkerOptions };
-  await runWorker(openStack, options);
+  const indexCache = { directory: options.indexCacheDirectory };
+  await runWorker((image) => openStack(image, { indexCache }), options);
 }

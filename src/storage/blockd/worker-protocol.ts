@@ -5,6 +5,8 @@ import type { BlockdError, BlockdStats, WorkerStats } from "./protocol.ts";
 export interface WorkerOptions {
   /** Memory for decompressed blocks. */
   readonly blockCacheBytes: number;
+  /** Where merged indexes of images are kept between opens. */
+  readonly indexCacheDirectory: string;
 }
 
 /** Messages between the daemon's main thread and the workers that own the devices. */

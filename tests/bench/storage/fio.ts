@@ -4,6 +4,7 @@ export interface FioResult {
   readonly mibPerSecond: number;
   /** Processor time of all its threads per operation, in microseconds. */
   readonly cpuUs: number;
+  readonly operations: number;
 }
 
 interface FioJob {
@@ -46,5 +47,6 @@ export async function fio(options: Readonly<Record<string, string | number>>): P
     iops: side.iops,
     mibPerSecond: side.bw_bytes / 2 ** 20,
     cpuUs: (cpuMs * 1000) / side.total_ios,
+    operations: side.total_ios,
   };
 }
