@@ -159,6 +159,16 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     }, 30_000);
 
     test("answers while the processor is oversubscribed four times", async () => {
+      const echoes = async () => {
+        const took: number[] = [];
+        for (let i = 0; i < 5; i++) {
+          const began = performance.now();
+          expect((await sh(agent, "echo ok")).stdout).toBe("ok\n");
+          took.push(performance.now() - began);
+        }
+        return took;
+      };
+      const idle = await echoes();
       const spin = "for i in 1 2 3 4; do (while :; do :; done) & done; wait";
       const spinning = collect(
         await openStream(agent, `${P}/Start`, {
@@ -168,13 +178,9 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       );
       const spinners = async () => Number((await sh(agent, "ps -o args | grep -c '[w]hile'")).stdout);
       await eventually("spinners", async () => (await spinners()) >= 5, 20_000);
-      const took: number[] = [];
-      for (let i = 0; i < 5; i++) {
-        const began = performance.now();
-        expect((await sh(agent, "echo ok")).stdout).toBe("ok\n");
-        took.push(performance.now() - began);
-      }
-      expect(Math.max(...took)).toBeLessThan(2000);
+      const loaded = await echoes();
+      // 2 s on a machine that has a processor to give; on a busier one compared to what it was before.
+      expect(Math.max(...loaded)).toBeLessThan(Math.max(2000, 10 * Math.max(...idle)));
       await call(agent, `${P}/SendSignal`, { process: { tag: "spin" }, signal: "SIGNAL_SIGKILL" });
       expect((await spinning).end?.status).toBe("signal: killed");
       expect(await spinners()).toBe(0); // the whole group
