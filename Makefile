@@ -20,7 +20,7 @@ EXT4_HDR := $(wildcard c/ext4/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4
 
-.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim soak fuzz
+.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
