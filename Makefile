@@ -62,6 +62,9 @@ check: deps native ## type check only
 
 native: $(NATIVE) ## the C parts
 
+crash-sim: deps native ## power loss under the storage engine (SEEDS=10000 FIRST=…), lost writes counted
+	@$(BUN) scripts/crash-sim.ts --seeds $(or $(SEEDS),10000) $(if $(FIRST),--first $(FIRST))
+
 fuzz: .tools/ready ## 10 million mutated inputs for the guest agent's decoders, under sanitizers
 	@tests/fuzz/run.sh
 
