@@ -255,6 +255,7 @@ class Templates implements TemplateService {
       record.source.kind === "sandbox"
         ? [record]
         : (await repository.list()).filter((build) => build.templateId === record.templateId);
+    await this.#settle(doomed);
     this.#refuseWhileBuilding(doomed, `template ${name} cannot be deleted`);
     for (const build of doomed) {
       await repository.delete(build.id);
@@ -263,6 +264,15 @@ class Templates implements TemplateService {
     await this.#files.remove(record.templateId);
     log.info({ templateId: record.templateId, builds: doomed.length }, "template deleted");
     onDeleted?.();
+  }
+
+  /** Waits for builds that have ended by their record and are still being cleared away. */
+  async #settle(builds: readonly SnapshotRecord[]): Promise<void> {
+    for (const build of builds) {
+      if (build.source.kind !== "template") continue;
+      const { status } = build.source.build;
+      if (status === "ready" || status === "error") await this.#active.get(build.id)?.done;
+    }
   }
 
   #refuseWhileBuilding(builds: readonly SnapshotRecord[], what: string): void {
@@ -325,6 +335,7 @@ class Templates implements TemplateService {
   async setPublic(name: string, isPublic: boolean): Promise<string[]> {
     const builds = await this.#builds(name);
     // A running build stores its own record: a change from here could undo it.
+    await this.#settle(builds);
     this.#refuseWhileBuilding(builds, `template ${name} cannot be changed`);
     for (const build of builds) {
       if (build.public !== isPublic) await this.#options.repository.put({ ...build, public: isPublic });
