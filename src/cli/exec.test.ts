@@ -109,7 +109,8 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
     const reader = child.stdout.getReader();
     const first = await reader.read();
     expect(Buffer.from(first.value!).toString()).toBe("first\n");
-    await Bun.write(Bun.file(fifo), "x\n");
+    // Waits for the command to open its end.
+    expect(await Bun.spawn(["sh", "-c", 'echo x > "$0"', fifo]).exited).toBe(0);
     const second = await reader.read();
     expect(Buffer.from(second.value!).toString()).toBe("second\n");
     expect(await child.exited).toBe(0);
