@@ -19,7 +19,9 @@ case ${1:-} in
     setsid dist/agentenv serve >>"$log" 2>&1 </dev/null &
     echo $! > "$pidfile"
     for ((i = 0; i < 100; i++)); do
-      if curl -fs -o /dev/null --max-time 1 "http://$API_ADDR/health" && running; then
+      # With its own key: a server of somebody else may answer there.
+      if running && [[ -s $AENV_HOME_PATH/secrets/api-key ]] &&
+         curl -fs -o /dev/null --max-time 1 -H "X-API-Key: $(cat "$AENV_HOME_PATH/secrets/api-key")" "http://$API_ADDR/v2/sandboxes"; then
         echo "server started (pid $(cat "$pidfile")), http://$API_ADDR, log $log"; exit 0
       fi
       if ! running; then echo "error: the server ended at once; the last lines of $log:" >&2; tail -n 15 "$log" >&2; rm -f "$pidfile"; exit 1; fi

@@ -38,6 +38,8 @@ export const NetworkConfig = component(
     denyOut: z.array(z.string().min(1)).max(1024).optional().describe("Address or CIDR"),
     maskRequestHost: z
       .string()
+      .max(300)
+      .regex(/^[A-Za-z0-9._:[\]${}-]+$/, "must be a host, with a port or $" + "{PORT} where wanted")
       .optional()
       .describe("Host header the service sees; the text $" + "{PORT} is replaced"),
   }),

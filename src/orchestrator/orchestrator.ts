@@ -1267,6 +1267,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
       throw conflict(id, entry.state, "only the network of a running sandbox can be changed");
     }
     await instance.running.applyEgress(policy);
+    // A pause that began meanwhile has stored the record as it was: nobody may be told otherwise.
+    if (entry.state !== "running" || entry.instance !== instance) {
+      throw conflict(id, entry.state, "it stopped running while its network was changed");
+    }
     const { allowOut: _out, denyOut: _deny, ...ingress } = entry.record.network ?? {};
     const { allowInternetAccess: _access, ...rest } = entry.record;
     entry.record = {

@@ -220,7 +220,11 @@ describe("control plane", () => {
       "POST /control HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
     expect((await exchange([smuggled])).text).toStartWith("HTTP/1.1 400");
     expect(
-      (await exchange(["POST /control HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n"])).text,
+      (
+        await exchange([
+          `POST /control HTTP/1.1\r\nX-API-Key: ${API_KEY}\r\nContent-Length: 999999999\r\n\r\n`,
+        ])
+      ).text,
     ).toStartWith("HTTP/1.1 413");
   });
 
@@ -700,4 +704,66 @@ test("a port in use says so", () => {
 test("no connection is left behind", async () => {
   for (let i = 0; i < 100 && front.connections > 2; i++) await Bun.sleep(50);
   expect(front.connections).toBeLessThanOrEqual(2);
+});
+
+describe("what a hostile client tries", () => {
+  test("an upgrade with a body does not smuggle a second request", async () => {
+    let connections = 0;
+    let text = "";
+    onRaw = (socket) => {
+      connections++;
+      socket.on("data", (chunk) => {
+        text += chunk.toString("latin1");
+        if (text.includes("\r\n\r\n") && text.includes("GET /control")) {
+          socket.end("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n");
+        }
+      });
+    };
+    const hidden = "GET /control/x HTTP/1.1\r\nHost: x\r\n\r\n";
+    const request = head(
+      `Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: ${hidden.length}\r\n`,
+      "/",
+      "POST",
+    );
+    const reply = await exchange([request + hidden, 300], { halfClose: true });
+    expect(connections).toBe(1);
+    // The body is the service's: nothing of it was answered by the control plane.
+    expect(reply.text).not.toContain('"method"');
+    const both = head(
+      "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n",
+    );
+    expect((await exchange([both])).text).toStartWith("HTTP/1.1 400");
+  });
+
+  test("answers do not pile up for a client that reads none", async () => {
+    const socket = netConnect(front.port, "127.0.0.1");
+    socket.pause();
+    const one = `POST /control HTTP/1.1\r\nHost: x\r\nX-API-Key: ${API_KEY}\r\nContent-Length: 200000\r\n\r\n${"a".repeat(200_000)}`;
+    const before = process.memoryUsage.rss();
+    let sent = 0;
+    let full = false;
+    socket.on("error", () => undefined);
+    while (sent < 400 && !full) {
+      sent++;
+      if (!socket.write(one)) {
+        full = await Promise.race([
+          new Promise<boolean>((resolve) => socket.once("drain", () => resolve(false))),
+          Bun.sleep(500).then(() => true),
+        ]);
+      }
+    }
+    // The proxy stopped reading long before all of it.
+    expect(full).toBe(true);
+    expect(process.memoryUsage.rss() - before).toBeLessThan(120 << 20);
+    socket.destroy();
+  });
+
+  test("a large body of a caller without a key is not collected", async () => {
+    const declared = "POST /control HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n";
+    expect((await exchange([declared])).text).toStartWith("HTTP/1.1 401");
+    const chunks = `POST /control HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n${`4000\r\n${"a".repeat(0x4000)}\r\n`}`;
+    expect((await exchange([chunks, `4000\r\n${"a".repeat(0x4000)}\r\n`.repeat(6)])).text).toStartWith(
+      "HTTP/1.1 401",
+    );
+  });
 });

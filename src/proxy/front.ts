@@ -1,4 +1,5 @@
 import type { Socket, SocketHandler, TCPSocketListener } from "bun";
+import { constantTimeEqual } from "../lib/constant-time.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { type Logger, withLogContext } from "../lib/log.ts";
@@ -115,6 +116,13 @@ export interface Front {
 }
 
 const EMPTY = Buffer.alloc(0);
+/** Control request body that is collected for a caller without a valid key. */
+const UNKNOWN_BODY_BYTES = 64 * 1024;
+const UNKNOWN_CALLER = "authentication failed: the X-API-Key header is missing, repeated or wrong";
+
+function tooLarge(bytes: number): HttpParseError {
+  return new HttpParseError(413, `the request body is larger than ${bytes} bytes`);
+}
 /** Unread input kept while a request is being answered (pipelining); then the socket is paused. */
 const MAX_PIPELINED_BYTES = 64 * 1024;
 /** Of a streamed request body that its reader has not taken yet; then the socket is paused. */
@@ -156,7 +164,16 @@ class Connection {
   #paused = false;
   #processing = false;
   #exchange: Exchange | undefined;
-  #control: { head: RequestHead; scanner: BodyScanner; parts: Buffer[]; bytes: number } | undefined;
+  #control:
+    | {
+        head: RequestHead;
+        scanner: BodyScanner;
+        parts: Buffer[];
+        bytes: number;
+        maxBytes: number;
+        known: boolean;
+      }
+    | undefined;
   #upload: Upload | undefined;
   /** The request at hand was answered with an error by the connection itself. */
   #refused = false;
@@ -213,6 +230,8 @@ class Connection {
   }
 
   onDrain(): void {
+    // It takes what it gets: the time of a client that does not starts anew.
+    if (this.#state === "closing" || this.#state === "busy") this.setDeadline(this.#shared.limits.idleMs);
     if (this.outlet.drain()) this.#exchange?.onClientDrained();
   }
 
@@ -250,10 +269,27 @@ class Connection {
     this.#state = "closing";
     this.outlet.write(bytes);
     // Closing with unread input would reset the connection and could take the answer with it: say that
-    // nothing more comes, read on and forget what arrives, and close when the client does.
-    this.outlet.flushed(() => this.#socket.shutdown());
+    // nothing more comes, read on and forget what arrives, and close when the client does. A client that
+    // takes nothing for a while is cut; one that has everything is let go.
+    this.setDeadline(this.#shared.limits.idleMs);
+    this.outlet.flushed(() => {
+      this.#socket.shutdown();
+      this.setDeadline(this.#shared.limits.lingerMs, () => {
+        this.#socket.end();
+        this.onClose();
+      });
+    });
     this.resume();
-    this.setDeadline(this.#shared.limits.lingerMs);
+  }
+
+  /** The next request begins when this answer is with the kernel: answers do not pile up for a slow reader. */
+  #afterAnswer(): void {
+    this.#state = "busy";
+    this.setDeadline(this.#shared.limits.idleMs);
+    this.outlet.flushed(() => {
+      if (this.#state === "busy") this.#nextRequest();
+      else if (this.#state === "closing") this.finish(EMPTY);
+    });
   }
 
   endWrites(): void {
@@ -268,7 +304,7 @@ class Connection {
       this.finish(EMPTY);
       return;
     }
-    this.#nextRequest();
+    this.#afterAnswer();
   }
 
   takeInput(): Buffer {
@@ -407,13 +443,18 @@ class Connection {
       this.#startUpload(head, framing);
       return;
     }
-    if (framing.kind === "length" && framing.bytes > maxControlBodyBytes) {
-      throw new HttpParseError(413, `the request body is larger than ${maxControlBodyBytes} bytes`);
+    // Without a key nothing that is kept in memory may be large.
+    const key = headerValue(head.headers, "x-api-key");
+    const known =
+      key !== undefined && this.#shared.options.apiKeys.some((apiKey) => constantTimeEqual(key, apiKey));
+    const maxBytes = known ? maxControlBodyBytes : Math.min(UNKNOWN_BODY_BYTES, maxControlBodyBytes);
+    if (framing.kind === "length" && framing.bytes > maxBytes) {
+      throw known ? tooLarge(maxBytes) : new HttpParseError(401, UNKNOWN_CALLER);
     }
     if (headerTokens(head.headers, "expect").includes("100-continue") && framing.kind !== "none") {
       this.outlet.write(Buffer.from("HTTP/1.1 100 Continue\r\n\r\n"));
     }
-    this.#control = { head, scanner: new BodyScanner(framing, 400), parts: [], bytes: 0 };
+    this.#control = { head, scanner: new BodyScanner(framing, 400), parts: [], bytes: 0, maxBytes, known };
     this.#state = "control-body";
     this.setDeadline(this.#shared.limits.bodyIdleMs);
   }
@@ -472,8 +513,8 @@ class Connection {
     const input = this.#input;
     const end = control.scanner.scan(input, 0, (from, to) => {
       control.bytes += to - from;
-      if (control.bytes > this.#shared.limits.maxControlBodyBytes) {
-        throw new HttpParseError(413, "the request body is too large");
+      if (control.bytes > control.maxBytes) {
+        throw control.known ? tooLarge(control.maxBytes) : new HttpParseError(401, UNKNOWN_CALLER);
       }
       control.parts.push(Buffer.from(input.subarray(from, to)));
     });
@@ -520,7 +561,7 @@ class Connection {
       return;
     }
     this.outlet.write(bytes);
-    this.#nextRequest();
+    this.#afterAnswer();
   }
 
   #isClosed(): boolean {
@@ -638,11 +679,10 @@ class Exchange {
       sandboxId: which.sandboxId,
       headers: head.headers,
     };
-    this.#upgrade = upgradeProtocol(head);
-    this.#requestBody = new BodyScanner(
-      this.#upgrade === undefined ? requestFraming(head) : { kind: "none" },
-      400,
-    );
+    const framing = requestFraming(head);
+    // A request with a body is never an upgrade: its body must not be taken for the next request.
+    this.#upgrade = framing.kind === "none" ? upgradeProtocol(head) : undefined;
+    this.#requestBody = new BodyScanner(framing, 400);
   }
 
   /** The client's bytes are wanted here (body or tunnel). */

@@ -84,7 +84,10 @@ test("bodies beyond the limit of collected ones arrive whole, with a length and 
   expect(await reply.json()).toEqual({ size: large.length, sha256 });
   expect((await fetch(url("/up?x=1"), { method: "PUT", body: "" })).status).toBe(200);
   // Other methods and paths keep their limit.
-  expect((await fetch(url("/small"), { method: "PUT", body: large })).status).toBe(413);
+  const headers = { "x-api-key": "key" };
+  expect((await fetch(url("/small"), { method: "PUT", body: large, headers })).status).toBe(413);
+  // Who has no key is not even listened to that long.
+  expect((await fetch(url("/small"), { method: "PUT", body: large })).status).toBe(401);
   const socket = await open();
   socket.write(
     "PUT /up HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabcPUT /up HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nde",

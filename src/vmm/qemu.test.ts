@@ -144,6 +144,17 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
 
   test("the probe's guest reaches user space where guests run, and a mute one is given up", async () => {
     const installation = { ...guest.qemu, version, sandbox: true };
+    // A directory of its own: other tests probe at the same time.
+    const before = process.env.TMPDIR;
+    const temporary = mkdtempSync(join(tmpdir(), "aenv-qemu-test-"));
+    process.env.TMPDIR = temporary;
+    using _restore = {
+      [Symbol.dispose]: () => {
+        if (before === undefined) delete process.env.TMPDIR;
+        else process.env.TMPDIR = before;
+        rmSync(temporary, { recursive: true, force: true });
+      },
+    };
     const env: Record<string, string> =
       guest.qemu.libraryPath === undefined ? {} : { LD_LIBRARY_PATH: guest.qemu.libraryPath };
     const options = { installation, env, kernelPath: guest.kernelPath, tickKHz: await tickMeter()() };
@@ -158,7 +169,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     });
     expect(wrong.usable).toBe(false);
     expect(wrong.reason).toContain("QEMU: ");
-    expect(readdirSync(tmpdir()).filter((name) => name.startsWith("aenv-probe-"))).toEqual([]);
+    expect(readdirSync(temporary)).toEqual([]);
   }, 120_000);
 
   test("KVM is used only where a guest runs on it, and the verdict is kept", async () => {
