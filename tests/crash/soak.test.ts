@@ -5,7 +5,8 @@ import { formatReport, runSoak } from "./soak.ts";
 describe.skipIf(testDeps() === undefined)("soak", () => {
   test("25 random operations with faults: nothing is lost, nothing lies, nothing leaks", async () => {
     const said: string[] = [];
-    const seed = Number(process.env.AENV_TEST_SEED ?? Math.floor(Math.random() * 1e6));
+    // One known walk here; `make soak` takes others.
+    const seed = Number(process.env.AENV_TEST_SEED ?? 913024);
     const report = await runSoak({ operations: 25, seed, log: (line) => said.push(line) });
     console.log(formatReport(report));
     if (report.violations.length + report.leaks.length > 0) console.log(said.join("\n"));
