@@ -41,6 +41,10 @@ async function runProgram(argv: string[]): Promise<number> {
       const { setupMain } = await import("./setup/index.ts");
       return setupMain(rest);
     }
+    case "config": {
+      const { configMain } = await import("./config/index.ts");
+      return configMain(rest);
+    }
     case "doctor": {
       const { doctorMain } = await import("./setup/index.ts");
       return doctorMain(rest);

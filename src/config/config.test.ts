@@ -1,14 +1,15 @@
 import { afterAll, describe, expect, test } from "bun:test";
-import { mkdtempSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
+import { mkdtempSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { parse } from "smol-toml";
 import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
-import { loadConfig, type NodeConfig, parseListenAddress, redactConfig } from "./index.ts";
+import { loadConfig, loadServerConfig, type NodeConfig, parseListenAddress, redactConfig } from "./index.ts";
 import { CONFIG_KEYS, CONFIG_TABLES, nearestKey } from "./keys.ts";
 import { configSchema } from "./schema.ts";
 import { getAt, isTree, type Tree } from "./tree.ts";
+import { hasNoEffect } from "./unbuilt.ts";
 
 const root = mkdtempSync(join(tmpdir(), "network-config-"));
 afterAll(() => rmSync(root, { recursive: true, force: true }));
@@ -159,14 +160,22 @@ describe("paths", () => {
 });
 
 describe("unknown keys", () => {
-  test("are ignored with the nearest known name", () => {
-    const { warnings, machine } = load(
-      "[machine]\nvcpu_cout = 9\n[ublk]\nenabled = true\n[networc]\nx = 1\n",
+  test("are refused with the nearest known name", () => {
+    const { code, message } = failure("[machine]\nvcpu_cout = 9\n[networc]\nx = 1\n[zzzzzzzz]\n");
+    expect(code).toBe("invalid_config");
+    expect(message).toContain("\n  machine.vcpu_cout: is not a key: did you mean machine.vcpu_count?\n");
+    expect(message).toContain("\n  networc: is not a key: did you mean network?\n");
+    expect(message).toContain("\n  zzzzzzzz: is not a key");
+    expect(message).not.toContain("zzzzzzzz: is not a key:");
+  });
+
+  test("those of earlier formats keep loading, and are told", () => {
+    const { warnings } = load(
+      "[ublk]\nenabled = true\n[ublk.overlaybd]\ndevice_type = 1\n[memory_snapshot]\ncompression_level = 3\n" +
+        "[template_build]\ncompression = true\n",
     );
-    expect(machine.vcpuCount).toBe(2);
-    expect(warnings).toHaveLength(3);
-    expect(warnings[0]).toContain("machine.vcpu_cout is ignored (did you mean machine.vcpu_count?)");
-    expect(warnings[2]).toContain("did you mean network?");
+    expect(warnings).toHaveLength(4);
+    expect(warnings[0]).toContain("ublk.enabled belongs to an earlier format");
   });
 
   test("are named when the file is refused, too", () => {
@@ -189,6 +198,85 @@ describe("aliases", () => {
     expect(failure('[blockd]\nlog_path = "/a"\n[ublk]\ndaemon_log_path = "/b"\n').message).toContain(
       "another name",
     );
+  });
+});
+
+describe("parts that are not there", () => {
+  const server = (toml: string, env: Record<string, string> = {}) => {
+    const path = join(root, `${files++}.toml`);
+    writeFileSync(path, toml);
+    return loadServerConfig({ path, env });
+  };
+
+  test("a server refuses what switches one on, by key and origin", () => {
+    expect(() => server("", { AENV_CUSTOM_EXTENSION_URL: "http://e:1" })).toThrow(
+      /custom_extension\.url = "http:\/\/e:1" \(from AENV_CUSTOM_EXTENSION_URL\): this version does not have/,
+    );
+    expect(() => server('virtualization_mode = "PVM"')).toThrow("the PVM mode");
+    // What only reads the configuration, as setup does, is not in the way.
+    expect(load('virtualization_mode = "pvm"').virtualizationMode).toBe("pvm");
+  });
+
+  test("keys nothing acts on are told when they are given a value, not when they repeat the default", () => {
+    expect(server("[volume]\nmax_size_mb = 5\ndefault_size_mb = 65536\n").warnings).toEqual([
+      "volume.max_size_mb has no effect in this version",
+    ]);
+    expect(server(packagedFile).warnings).toEqual([]);
+  });
+
+  test("every key is acted upon somewhere, or is known to be without effect", () => {
+    const sources = [...new Bun.Glob("src/**/*.ts").scanSync({ cwd: join(import.meta.dir, "../..") })]
+      .filter((file) => !file.startsWith("src/config/") && !file.endsWith(".test.ts"))
+      .map((file) => readFileSync(join(import.meta.dir, "../..", file), "utf8"))
+      .join("\n");
+    const camel = (part: string) => part.replace(/_(.)/g, (_, letter: string) => letter.toUpperCase());
+    // As `config.a.b`, or as `.b` of a table that is handed on.
+    const unread = CONFIG_KEYS.filter(
+      ({ name, parts }) => !hasNoEffect(name) && !new RegExp(`\\.${camel(parts.at(-1)!)}\\b`).test(sources),
+    );
+    expect(unread.map((key) => key.name)).toEqual([]);
+  });
+});
+
+describe("agentenv config", () => {
+  const run = (...args: string[]) => {
+    const { exitCode, stdout, stderr } = Bun.spawnSync(
+      [process.execPath, join(import.meta.dir, "../main.ts"), "config", ...args],
+      {
+        env: {
+          PATH: process.env.PATH,
+          AENV_HOME_PATH: "/srv/h",
+          AENV_SANDBOX_ACCESS_TOKEN_HASH_SEED: "s3cret",
+        },
+      },
+    );
+    return { exitCode, stdout: stdout.toString(), stderr: stderr.toString() };
+  };
+
+  test("show: values, origins, no secrets", () => {
+    const path = join(root, "show.toml");
+    writeFileSync(path, "[machine]\nvcpu_count = 3\n");
+    const { exitCode, stdout } = run("show", "--config", path, "--changed");
+    expect(exitCode).toBe(0);
+    expect(stdout.split("\n").map((line) => line.replace(/ +/g, " "))).toEqual([
+      'home_path = "/srv/h" # environment: AENV_HOME_PATH',
+      `machine.vcpu_count = 3 # ${path}`,
+      'sandbox.access_token_hash_seed = "[redacted]" # environment: AENV_SANDBOX_ACCESS_TOKEN_HASH_SEED',
+      "",
+    ]);
+    expect(JSON.parse(run("show", "--json", "machine.vcpu_count").stdout)).toEqual({
+      keys: [{ name: "machine.vcpu_count", value: 2, origin: "packaged file", noEffect: false }],
+    });
+    expect(run("show", "machin")).toMatchObject({ exitCode: 2, stdout: "" });
+  });
+
+  test("check: 0 and 1", () => {
+    expect(run("check")).toMatchObject({ exitCode: 0, stdout: "configuration (packaged) is valid\n" });
+    const path = join(root, "check.toml");
+    writeFileSync(path, "[p2p]\nenabled = true\n");
+    const { exitCode, stderr } = run("check", "--config", path);
+    expect(exitCode).toBe(1);
+    expect(stderr).toContain("p2p.enabled = true: this version does not have");
   });
 });
 

@@ -1,8 +1,10 @@
+export { configMain } from "./command.ts";
 export type { NodeIdentity } from "./identity.ts";
 export {
   type Environment,
   type LoadConfigOptions,
   loadConfig,
+  loadServerConfig,
   type NodeConfig,
   redactConfig,
 } from "./load.ts";

@@ -6,10 +6,12 @@ import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
 import { type Camel, toCamel } from "./camel.ts";
 import { type NodeIdentity, resolveIdentity } from "./identity.ts";
-import { CONFIG_KEYS, CONFIG_TABLES, KEY_ALIASES, nearestKey } from "./keys.ts";
+import { CONFIG_KEYS, CONFIG_TABLES, type ConfigKey, KEY_ALIASES, nearestKey } from "./keys.ts";
 import { resolvePaths } from "./paths.ts";
+import { isRemovedKey } from "./removed.ts";
 import { configSchema, type RawConfig } from "./schema.ts";
 import { deleteAt, getAt, isTree, setAt, type Tree } from "./tree.ts";
+import { hasNoEffect, unbuiltProblems, withoutEffectWarnings } from "./unbuilt.ts";
 import { crossKeyProblems, type Problem } from "./validate.ts";
 
 export type Environment = Readonly<Record<string, string | undefined>>;
@@ -144,14 +146,21 @@ function applyEnvironment(tree: Tree, env: Environment): Map<string, string> {
   return overrides;
 }
 
-function unknownKeyWarnings(tree: Tree, prefix = ""): string[] {
+/** Keys that are not in the schema: those of earlier formats are told, all others are refused. */
+function unknownKeys(tree: Tree, warnings: string[], prefix = ""): Problem[] {
   const known = new Set(CONFIG_KEYS.map((key) => key.name));
   return Object.entries(tree).flatMap(([name, value]) => {
     const full = `${prefix}${name}`;
     if (known.has(full)) return [];
-    if (CONFIG_TABLES.has(full)) return isTree(value) ? unknownKeyWarnings(value, `${full}.`) : [];
+    // A key where a table belongs is the schema's to refuse.
+    if (CONFIG_TABLES.has(full)) return isTree(value) ? unknownKeys(value, warnings, `${full}.`) : [];
+    if (isRemovedKey(full)) {
+      warnings.push(`${full} belongs to an earlier format and has no effect any more: remove it`);
+      return [];
+    }
     const nearest = nearestKey(full);
-    return [`unknown key ${full} is ignored${nearest === undefined ? "" : ` (did you mean ${nearest}?)`}`];
+    const hint = nearest === undefined ? "" : `: did you mean ${nearest}?`;
+    return [{ key: full, rule: `is not a key${hint}` }];
   });
 }
 
@@ -177,34 +186,105 @@ function schemaProblems(issues: readonly z.core.$ZodIssue[], tree: Tree): Proble
   });
 }
 
+interface Loaded {
+  readonly config: RawConfig;
+  readonly source: Source;
+  /** The source's name in messages. */
+  readonly name: string;
+  /** Keys that the file sets, whatever it sets them to. */
+  readonly inFile: ReadonlySet<string>;
+  /** Which key came from which environment variable. */
+  readonly overrides: ReadonlyMap<string, string>;
+  readonly warnings: string[];
+  /** A sentence per key that has been given a value and that nothing acts on. */
+  readonly withoutEffect: readonly string[];
+}
+
+function load(options: LoadConfigOptions): Loaded {
+  const source = readSource(options);
+  const name = source.path ?? "(packaged)";
+  const tree = parseSource(source, name);
+  const warnings: string[] = [];
+  const keyProblems = [...applyAliases(tree), ...unknownKeys(tree, warnings)];
+  const inFile = new Set(
+    CONFIG_KEYS.filter((key) => getAt(tree, key.parts) !== undefined).map((key) => key.name),
+  );
+  const overrides = applyEnvironment(tree, options.env);
+  const parsed = configSchema.safeParse(tree);
+  if (!parsed.success) {
+    throw invalid(name, [...keyProblems, ...schemaProblems(parsed.error.issues, tree)], overrides, warnings);
+  }
+  const config = parsed.data;
+  const given = (key: ConfigKey) => inFile.has(key.name) || overrides.has(key.name);
+  // Before the paths are resolved: they are compared as they are written.
+  const withoutEffect =
+    source.path === undefined && overrides.size === 0
+      ? []
+      : withoutEffectWarnings(config, shippedValues(), given);
+  const problems = [...keyProblems, ...resolvePaths(config, source.baseDir)];
+  if (config.virtualization_mode === "pvm") config.memory_snapshot.track_dirty_pages = false;
+  if (problems.length === 0) problems.push(...crossKeyProblems(config, warnings));
+  if (problems.length > 0) throw invalid(name, problems, overrides, warnings);
+  return { config, source, name, inFile, overrides, warnings, withoutEffect };
+}
+
+/** The packaged file's own values: a copy of it gives no cause to be told of. */
+function shippedValues(): RawConfig {
+  return configSchema.parse(parseToml(packagedFile, { integersAsBigInt: "asNeeded" }));
+}
+
 /**
  * Reads, merges, normalises and checks the node configuration. Throws `invalid_config` (every broken rule
  * in one message: key, value, rule) or `config_not_readable`.
  */
 export function loadConfig(options: LoadConfigOptions): NodeConfig {
-  const source = readSource(options);
-  const name = source.path ?? "(packaged)";
-  const tree = parseSource(source, name);
-  const warnings: string[] = [];
-  const aliasProblems = applyAliases(tree);
-  warnings.push(...unknownKeyWarnings(tree));
-  const overrides = applyEnvironment(tree, options.env);
-  const parsed = configSchema.safeParse(tree);
-  if (!parsed.success) {
-    throw invalid(
-      name,
-      [...aliasProblems, ...schemaProblems(parsed.error.issues, tree)],
-      overrides,
-      warnings,
-    );
-  }
-  const config = parsed.data;
-  const problems = [...aliasProblems, ...resolvePaths(config, source.baseDir)];
-  if (config.virtualization_mode === "pvm") config.memory_snapshot.track_dirty_pages = false;
-  if (problems.length === 0) problems.push(...crossKeyProblems(config, warnings));
-  if (problems.length > 0) throw invalid(name, problems, overrides, warnings);
-  const nodeIdentity = resolveIdentity(config.node_identity, options.env, warnings);
+  const { config, source, warnings } = load(options);
+  return nodeConfig(config, source, options.env, warnings);
+}
+
+function nodeConfig(config: RawConfig, source: Source, env: Environment, warnings: string[]): NodeConfig {
+  const nodeIdentity = resolveIdentity(config.node_identity, env, warnings);
   return { ...toCamel(config), nodeIdentity, sourcePath: source.path, warnings };
+}
+
+/** `loadConfig` for a server that is to start: also refuses what would switch on a part that is not there. */
+export function loadServerConfig(options: LoadConfigOptions): NodeConfig {
+  const { config, source, name, overrides, warnings, withoutEffect } = load(options);
+  const problems = unbuiltProblems(config);
+  if (problems.length > 0) throw invalid(name, problems, overrides, warnings);
+  return nodeConfig(config, source, options.env, [...warnings, ...withoutEffect]);
+}
+
+/** One key as a server would see it. */
+export interface ExplainedKey {
+  readonly name: string;
+  /** Effective value; undefined: unset. Secrets are replaced. */
+  readonly value: unknown;
+  /** `built-in`, `packaged file`, the file's path, or `environment: VARIABLE`. */
+  readonly origin: string;
+  /** Nothing in this version acts on it. */
+  readonly noEffect: boolean;
+}
+
+/** Every key with its value and where that comes from. Errors as `loadConfig`. */
+export function explainConfig(options: LoadConfigOptions): {
+  readonly keys: readonly ExplainedKey[];
+  readonly source: string;
+  readonly warnings: readonly string[];
+} {
+  const { config, source, inFile, overrides, warnings } = load(options);
+  const file = source.path ?? "packaged file";
+  const keys = CONFIG_KEYS.map((key): ExplainedKey => {
+    const variable = overrides.get(key.name);
+    const value = getAt(config, key.parts);
+    return {
+      name: key.name,
+      value: value !== undefined && key.meta.secret === true ? "[redacted]" : value,
+      origin: variable !== undefined ? `environment: ${variable}` : inFile.has(key.name) ? file : "built-in",
+      noEffect: hasNoEffect(key.name),
+    };
+  });
+  return { keys, source: file, warnings };
 }
 
 /** For logs and `--print-config`-like output: secrets are replaced. */
