@@ -415,6 +415,22 @@ describe("conversion", () => {
     await cacheIsClean(join(rig.directory, "cache-small"));
   });
 
+  test("one image for disks of different sizes: each is a conversion, each is found again", async () => {
+    const service = rig.service({ virtualSizeBytes: 64 << 20, cacheDir: join(rig.directory, "cache-sizes") });
+    const reference = await push(buildImage({ layers: layers([file("a", "a")]) }));
+    const [usual, small] = await Promise.all([
+      service.resolve(reference),
+      service.resolve(reference, { virtualSizeBytes: 32 << 20 }),
+    ]);
+    expect([usual.virtualSizeBytes, small.virtualSizeBytes]).toEqual([64 << 20, 32 << 20]);
+    expect(usual.lowers[0]!.digest).not.toBe(small.lowers[0]!.digest);
+    const again = await service.resolve(reference);
+    expect(again.lowers.map(({ digest }) => digest)).toEqual(usual.lowers.map(({ digest }) => digest));
+    const raw = await rig.exportRaw(small.lowers);
+    await runCommand(["e2fsck", "-fn", raw]);
+    expect(Bun.file(raw).size).toBe(32 << 20);
+  });
+
   test("every compression gives the same layer content; the same input gives the same bytes", async () => {
     const entries = [file("a", Buffer.alloc(300_000, "a")), dir("b"), file("b/c")];
     const digests = new Set<string>();

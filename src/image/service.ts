@@ -65,6 +65,14 @@ function isCallersReason(error: unknown): boolean {
   return !(error instanceof AenvError) || SOURCE_FAILURES.includes(error.code);
 }
 
+/** One resolution: who waits for it, and the disk it is for. */
+interface Job {
+  readonly signal: AbortSignal;
+  readonly progress: ProgressSink;
+  /** Of converted images; native ones have their own. */
+  readonly virtualSizeBytes: number;
+}
+
 class LocalImageService implements ImageService {
   readonly #options: ImageServiceOptions;
   readonly #deps: ImageServiceDeps;
@@ -104,24 +112,28 @@ class LocalImageService implements ImageService {
   }
 
   async resolve(reference: string, options: ResolveOptions = {}): Promise<ResolvedImage> {
-    const signal = options.signal ?? new AbortController().signal;
-    const progress = options.progress ?? (() => undefined);
+    const job: Job = {
+      signal: options.signal ?? new AbortController().signal,
+      progress: options.progress ?? (() => undefined),
+      virtualSizeBytes: options.virtualSizeBytes ?? this.#options.virtualSizeBytes,
+    };
+    const { signal, progress } = job;
     const parsed = parseReference(
       reference.trim() === "" ? this.#options.defaultImage : reference,
       this.#options,
     );
     if (parsed.kind === "layout") {
-      return this.#resolveFrom(createLayoutSource(parsed.layout), signal, progress);
+      return this.#resolveFrom(createLayoutSource(parsed.layout), job);
     }
     if (parsed.kind === "archive") {
-      return this.#resolveFrom(createArchiveSource(parsed.archive), signal, progress);
+      return this.#resolveFrom(createArchiveSource(parsed.archive), job);
     }
     const failures: AenvError[] = [];
     for (const [index, candidate] of parsed.candidates.entries()) {
       // A password given with a short name belongs to the first registry it may mean, not to all of them.
       const given = parsed.qualified || index === 0 ? options.credentials : undefined;
       try {
-        const known = await this.#knownByDigest(candidate);
+        const known = await this.#knownByDigest(candidate, job);
         if (known !== undefined) return known;
         const login = await this.#login(candidate.registry, given);
         const source = createRegistrySource({
@@ -130,7 +142,7 @@ class LocalImageService implements ImageService {
           retry: { ...DEFAULT_RETRY, ...this.#options.retry },
         });
         progress({ phase: "resolve image", item: formatReference(candidate) });
-        return await this.#resolveFrom(source, signal, progress);
+        return await this.#resolveFrom(source, job);
       } catch (error) {
         signal.throwIfAborted();
         // Only what says nothing about the image itself lets the next registry be tried.
@@ -161,31 +173,32 @@ class LocalImageService implements ImageService {
   }
 
   /** An image asked for by digest that is here already needs no registry at all. */
-  async #knownByDigest(candidate: RegistryReference): Promise<ResolvedImage | undefined> {
+  async #knownByDigest(candidate: RegistryReference, job: Job): Promise<ResolvedImage | undefined> {
     if (candidate.digest === undefined) return undefined;
-    return this.#cached(formatReference(candidate), candidate.digest);
+    return this.#cached(formatReference(candidate), candidate.digest, job);
   }
 
-  async #cached(reference: string, manifestDigest: string): Promise<ResolvedImage | undefined> {
+  async #cached(
+    reference: string,
+    manifestDigest: string,
+    { virtualSizeBytes }: Job,
+  ): Promise<ResolvedImage | undefined> {
     const image = await this.#cache.findImage(manifestDigest, {
       converters: this.#options.convertStandardOci ? [CONVERTER, NATIVE_CONVERTER] : [NATIVE_CONVERTER],
-      virtualSizeBytes: this.#options.virtualSizeBytes,
+      virtualSizeBytes,
     });
     return image === undefined ? undefined : { reference, manifestDigest, ...image };
   }
 
-  async #resolveFrom(
-    source: ImageSource,
-    signal: AbortSignal,
-    progress: ProgressSink,
-  ): Promise<ResolvedImage> {
+  async #resolveFrom(source: ImageSource, job: Job): Promise<ResolvedImage> {
+    const { signal, progress, virtualSizeBytes } = job;
     const found = await this.#platformManifest(source, await source.manifest(source.wanted, signal), signal);
-    const cached = await this.#cached(source.reference, found.digest);
+    const cached = await this.#cached(source.reference, found.digest, job);
     if (cached !== undefined) return cached;
     const image = await this.#images.run(
-      found.digest,
+      `${found.digest} ${virtualSizeBytes}`,
       { signal, progress },
-      (shared, report) => this.#build(source, found, shared, report),
+      (shared, report) => this.#build(source, found, { signal: shared, progress: report, virtualSizeBytes }),
       isCallersReason,
     );
     return { ...image, reference: source.reference };
@@ -227,9 +240,9 @@ class LocalImageService implements ImageService {
   async #build(
     source: ImageSource,
     { manifest, digest }: PlatformManifest,
-    signal: AbortSignal,
-    progress: ProgressSink,
+    job: Job,
   ): Promise<ResolvedImage> {
+    const { signal, progress, virtualSizeBytes } = job;
     const kind = classifyLayers(source.reference, manifest);
     if (kind === "standard" && !this.#options.convertStandardOci) {
       throw new AenvError({
@@ -255,14 +268,13 @@ class LocalImageService implements ImageService {
     const lowers =
       kind === "native"
         ? await this.#nativeLayers(layers, prefetch, signal)
-        : await this.#convertedLayers(source.reference, layers, config, prefetch, signal, progress);
+        : await this.#convertedLayers(source.reference, layers, config, prefetch, job);
     const top = lowers.at(-1)!;
     const image: ResolvedImage = {
       reference: source.reference,
       manifestDigest: digest,
       lowers,
-      virtualSizeBytes:
-        kind === "native" ? inspectLayer(top.file).virtualSizeBytes : this.#options.virtualSizeBytes,
+      virtualSizeBytes: kind === "native" ? inspectLayer(top.file).virtualSizeBytes : virtualSizeBytes,
       config: config.runtime,
     };
     await this.#cache.recordImage({
@@ -304,8 +316,7 @@ class LocalImageService implements ImageService {
     layers: readonly Descriptor[],
     config: ParsedConfig,
     prefetch: BlobPrefetch,
-    signal: AbortSignal,
-    progress: ProgressSink,
+    { signal, progress, virtualSizeBytes }: Job,
   ): Promise<CachedLayer[]> {
     const lowers: CachedLayer[] = [];
     // Layers that no image record names yet.
@@ -318,7 +329,7 @@ class LocalImageService implements ImageService {
       const context: ConversionContext = {
         sourceDigest: layer.digest,
         converter: CONVERTER,
-        virtualSizeBytes: this.#options.virtualSizeBytes,
+        virtualSizeBytes,
         mkfs: index === 0,
         ...(index === 0 ? {} : { parentCommitDigest: lowers.at(-1)!.digest }),
       };
@@ -343,7 +354,7 @@ class LocalImageService implements ImageService {
               diffId: config.diffIds[index] ?? EMPTY_LAYER.digest,
               blobPath,
               parents: [...lowers],
-              virtualSizeBytes: this.#options.virtualSizeBytes,
+              virtualSizeBytes,
             },
             { cache: this.#cache, devicePrefix: this.#devicePrefix, ...this.#deps },
             shared,

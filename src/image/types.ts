@@ -33,6 +33,8 @@ export interface ResolveOptions {
   readonly credentials?: RegistryCredentials;
   readonly progress?: ProgressSink;
   readonly signal?: AbortSignal;
+  /** Size of the disk a converted image gets; each size is a conversion of its own. Default: the service's. */
+  readonly virtualSizeBytes?: number;
 }
 
 export interface ImageService extends AsyncDisposable {

@@ -197,6 +197,7 @@ class Factory implements SandboxFactory {
       rootfs: spec.rootfs,
       memory: { sizeBytes: spec.shape.memoryMiB * 1024 * 1024, layers: [] },
       extraBootArgs: spec.extraBootArgs ?? [],
+      ...(spec.egress === undefined ? {} : { egress: spec.egress }),
     });
   }
 

@@ -39,6 +39,8 @@ export interface BootSpec {
   readonly rootfs: { readonly lowers: readonly LayerRef[]; readonly virtualSizeBytes: number };
   /** Extra kernel command line words. */
   readonly extraBootArgs?: readonly string[];
+  /** What the guest may reach, in force before its first packet. Absent: the node's default. */
+  readonly egress?: EgressPolicy;
 }
 
 export interface ResumeSpec {
