@@ -20,7 +20,7 @@ EXT4_HDR := $(wildcard c/ext4/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4
 
-.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz
+.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,10 @@ check: deps native ## type check only
 	@node_modules/.bin/tsc -p tsconfig.json
 
 native: $(NATIVE) ## the C parts
+
+rig: build ## run CMD=… in a throw-away machine with ublk and KVM (RIG_LIMIT seconds, docs/rig.md)
+	@dist/agentenv setup --home "$${AENV_TEST_HOME:-$(ROOT)/.aenv/home}"
+	@scripts/rig.sh -t $(or $(RIG_LIMIT),600) -- bash -c $(if $(CMD),'$(subst ','\'',$(CMD))','echo "give CMD=…, e.g. make rig CMD=\"ls /dev/ublk-control\""; exit 2')
 
 crash-sim: deps native ## power loss under the storage engine (SEEDS=10000 FIRST=…), lost writes counted
 	@$(BUN) scripts/crash-sim.ts --seeds $(or $(SEEDS),10000) $(if $(FIRST),--first $(FIRST))
