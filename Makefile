@@ -69,7 +69,8 @@ rig: build ## run CMD=… in a throw-away machine with ublk and KVM (RIG_LIMIT s
 crash-sim: deps native ## power loss under the storage engine (SEEDS=10000 FIRST=…), lost writes counted
 	@$(BUN) scripts/crash-sim.ts --seeds $(or $(SEEDS),10000) $(if $(FIRST),--first $(FIRST))
 
-fuzz: .tools/ready ## 10 million mutated inputs for the guest agent's decoders, under sanitizers
+fuzz: .tools/ready ## 10 million mutated inputs for the guest agent's decoders, under sanitizers, then libFuzzer
+	@scripts/bootstrap.sh useful
 	@tests/fuzz/run.sh
 
 clean: ## remove what the build made

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes this machine able to build, run and test the project: missing Debian packages through the
 # machine's own apt (as root), and the pinned Bun from npm into .tools/. Does nothing that is done.
+#   scripts/bootstrap.sh useful   instead tries the packages that tests do better with; says so where that fails
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/versions.sh
@@ -8,27 +9,40 @@ cd "$(dirname "$0")/.."
 say() { printf '  %-7s %s\n' "$1" "$2"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-missing=()
-while read -r probe package; do
-  case $probe in ''|\#*) continue;; esac
-  if [[ $probe == /* ]]; then [[ -e $probe ]] || missing+=("$package")
-  elif ! command -v "$probe" >/dev/null 2>&1 && [[ ! -x /usr/sbin/$probe && ! -x /sbin/$probe ]]; then missing+=("$package"); fi
+missing=() useful=()
+here() { if [[ $1 == /* ]]; then [[ -e $1 ]]; else command -v "$1" >/dev/null 2>&1 || [[ -x /usr/sbin/$1 || -x /sbin/$1 ]]; fi; }
+while read -r probe package more; do
+  case $probe in
+    ''|\#*) ;;
+    \?) here "$package" || useful+=("$more") ;;
+    *) here "$probe" || missing+=("$package") ;;
+  esac
 done < scripts/packages.txt
+
+# As many of the packages as are given; a service package must not start its daemon on the machine that builds.
+log=$(mktemp) policy=/usr/sbin/policy-rc.d made=
+trap '[[ -z $made ]] || rm -f $policy' EXIT
+install() {
+  say APT "$*"
+  export DEBIAN_FRONTEND=noninteractive
+  if [[ ! -e $policy ]]; then printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; made=1; fi
+  local once=(apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "$@")
+  "${once[@]}" >>"$log" 2>&1 || { apt-get -o DPkg::Lock::Timeout=120 update >>"$log" 2>&1 && "${once[@]}" >>"$log" 2>&1; }
+}
+
+if [[ ${1:-} == useful ]]; then
+  ((${#useful[@]})) || exit 0
+  if ! command -v apt-get >/dev/null || [[ $(id -u) != 0 ]] || ! install "${useful[@]}"; then say SKIPPED "not installed, and not needed: ${useful[*]}"; fi
+  rm -f "$log"
+  exit 0
+fi
 
 if ((${#missing[@]})); then
   command -v apt-get >/dev/null || die "these packages are missing and there is no apt-get: ${missing[*]}. Install their equivalents, then run make again."
   [[ $(id -u) == 0 ]] || die "these packages are missing: ${missing[*]}. Run: sudo apt-get install -y --no-install-recommends ${missing[*]}"
-  say APT "${missing[*]}"
-  log=$(mktemp)
-  export DEBIAN_FRONTEND=noninteractive
-  # A service package must not start its daemon on the machine that builds.
-  policy=/usr/sbin/policy-rc.d made=
-  if [[ ! -e $policy ]]; then printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; made=1; fi
-  trap '[[ -z $made ]] || rm -f $policy' EXIT
-  install() { apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "${missing[@]}" >>"$log" 2>&1; }
-  install || { apt-get -o DPkg::Lock::Timeout=120 update >>"$log" 2>&1 && install; } || { tail -n 20 "$log" >&2; die "apt-get could not install: ${missing[*]} (full log: $log)"; }
-  rm -f "$log"
+  install "${missing[@]}" || { tail -n 20 "$log" >&2; die "apt-get could not install: ${missing[*]} (full log: $log)"; }
 fi
+rm -f "$log"
 
 mkdir -p .tools/bin
 if [[ $(.tools/bin/bun --version 2>/dev/null || true) != "$BUN_VERSION" ]]; then

@@ -35,9 +35,20 @@ suite() { # name, timeout seconds, bun test arguments
 }
 
 filter=${AENV_TEST_FILTER:-}
-mapfile -t unit < <(find src ffi scripts tests -name '*.test.ts' -not -path 'tests/e2e/*' -not -path 'tests/rig/*' | grep -F -- "$filter" | sort)
+mapfile -t unit < <(find src ffi scripts tests -name '*.test.ts' -not -path 'tests/e2e/*' -not -path 'tests/rig/*' -not -path 'tests/fuzz/*' | grep -F -- "$filter" | sort)
 mapfile -t e2e < <(find tests/e2e -name '*.test.ts' | grep -F -- "$filter" | sort)
 ((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timeout 30000 "${unit[@]/#/./}"
+mapfile -t agent < <(find tests/agent -name '*.test.ts' | grep -F -- "$filter" | sort)
+if ((${#agent[@]})); then
+  # The suite of the guest agent once more, against a build that stops at the first bad access.
+  if make -s build/san/envd; then AENV_ENVD=build/san/envd suite "agent under sanitizers" 400 --timeout 60000 "${agent[@]/#/./}"
+  else failed=$((failed + 1)); fi
+fi
+mapfile -t fuzz < <(find tests/fuzz -name '*.test.ts' | grep -F -- "$filter" | sort)
+if ((${#fuzz[@]})); then
+  scripts/bootstrap.sh useful # libFuzzer
+  suite fuzz 700 --timeout 30000 "${fuzz[@]/#/./}"
+fi
 ((${#e2e[@]} == 0)) || suite e2e 1200 --timeout 180000 "${e2e[@]/#/./}"
 
 printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"

@@ -147,6 +147,7 @@ static msg *decode(arena *a, const mdesc *d, reader r, const char **err, int dep
 }
 
 msg *msg_from_pb(arena *a, const mdesc *d, const uint8_t *data, size_t n, const char **err) {
+  if (!n) data = (const uint8_t *)""; // no arithmetic on NULL
   return decode(a, d, (reader){data, data + n}, err, 0);
 }
 

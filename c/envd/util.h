@@ -24,7 +24,7 @@ static inline size_t buf_len(const buf *b) {
   return b->len - b->off;
 }
 static inline uint8_t *buf_data(const buf *b) {
-  return b->p + b->off;
+  return b->off ? b->p + b->off : b->p; // no arithmetic on NULL
 }
 // Room for n more bytes at the end; NULL (and oom set) when there is no memory.
 uint8_t *buf_reserve(buf *b, size_t n);

@@ -1,6 +1,7 @@
 // Runs the fuzz targets without libFuzzer: mutates what it has, keeps what reaches new code (edges as told by
 // -fsanitize-coverage=trace-pc). With libFuzzer at hand, libfuzzer.c takes the place of this file.
 //   driver CORPUS TARGET EXECUTIONS [SEED]          fuzz, print "TARGET: N executions …"
+//   driver CORPUS TARGET SECONDSs [SEED]            the same for a time, e.g. 60s
 //   driver CORPUS all EXECUTIONS [SEED]             the same for every target, each with its share of them
 //   driver --run TARGET FILE                        one input, to look at a failure
 // An input on which a target aborts is left as CRASH_DIR/crash-TARGET (environment, default ".").
@@ -171,9 +172,15 @@ static NO_COVERAGE void read_corpus(const char *dir, const char *target) {
   closedir(d);
 }
 
-static NO_COVERAGE void fuzz(const fuzz_target *t, const char *corpus, uint64_t executions, uint64_t seed) {
-  struct timespec from, to;
-  clock_gettime(CLOCK_MONOTONIC, &from);
+static NO_COVERAGE double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+// Until `executions` are done, or, with 0, for `seconds`.
+static NO_COVERAGE void fuzz(const fuzz_target *t, const char *corpus, uint64_t executions, double seconds, uint64_t seed) {
+  double from = now();
   current_target = t->name;
   state = seed * 0x9e3779b97f4a7c15u + 1;
   memset(known, 0, sizeof known);
@@ -181,7 +188,8 @@ static NO_COVERAGE void fuzz(const fuzz_target *t, const char *corpus, uint64_t 
   nkept = 0;
   read_corpus(corpus, t->name);
   size_t seeds = nkept;
-  for (uint64_t i = 0; i < executions; i++) {
+  uint64_t i = 0;
+  for (; executions ? i < executions : i % 256 || now() - from < seconds; i++) {
     if (i < seeds) {
       current_len = kept[i].n;
       memcpy(current, kept[i].p, current_len);
@@ -192,10 +200,9 @@ static NO_COVERAGE void fuzz(const fuzz_target *t, const char *corpus, uint64_t 
     if (anything_new() && i >= seeds) keep(current, current_len);
   }
   size_t covered = 0;
-  for (size_t i = 0; i < MAP; i++) covered += known[i] != 0;
-  clock_gettime(CLOCK_MONOTONIC, &to);
-  printf("%s: %llu executions, %zu inputs kept, %zu edges, %.1f s\n", t->name, (unsigned long long)executions, nkept, covered,
-         (double)(to.tv_sec - from.tv_sec) + (double)(to.tv_nsec - from.tv_nsec) / 1e9);
+  for (size_t e = 0; e < MAP; e++) covered += known[e] != 0;
+  printf("%s: %llu executions, %zu inputs kept, %zu edges, %.1f s\n", t->name, (unsigned long long)i, nkept, covered,
+         now() - from);
   fflush(stdout);
 }
 
@@ -212,17 +219,20 @@ NO_COVERAGE int main(int argc, char **argv) {
     }
   }
   if (argc < 4) {
-    fprintf(stderr, "usage: %s CORPUS TARGET|all EXECUTIONS [SEED] | --run TARGET FILE\n", argv[0]);
+    fprintf(stderr, "usage: %s CORPUS TARGET|all EXECUTIONS|SECONDSs [SEED] | --run TARGET FILE\n", argv[0]);
     return 2;
   }
   signal(SIGABRT, save_crash);
-  uint64_t executions = strtoull(argv[3], NULL, 10), seed = argc > 4 ? strtoull(argv[4], NULL, 10) : 1;
+  char *unit;
+  uint64_t limit = strtoull(argv[3], &unit, 10), seed = argc > 4 ? strtoull(argv[4], NULL, 10) : 1;
+  if (!limit || (*unit && strcmp(unit, "s"))) return fprintf(stderr, "not a number of executions or seconds: %s\n", argv[3]), 2;
+  uint64_t executions = *unit ? 0 : limit;
   int found = 0;
   for (const fuzz_target *t = fuzz_targets; t->name; t++)
     if (!strcmp(argv[2], "all"))
-      fuzz(t, argv[1], executions * t->share / 100, seed), found = 1;
+      fuzz(t, argv[1], executions * t->share / 100, (double)limit, seed), found = 1;
     else if (!strcmp(argv[2], t->name))
-      fuzz(t, argv[1], executions, seed), found = 1;
+      fuzz(t, argv[1], executions, (double)limit, seed), found = 1;
   if (!found) fprintf(stderr, "no target %s\n", argv[2]);
   return found ? 0 : 2;
 }
