@@ -20,6 +20,7 @@ afterEach(() => rm(dir, { recursive: true, force: true }));
 function look(more: Partial<Parameters<typeof examine>[0]> = {}): Promise<Check[]> {
   return examine({
     home: join(dir, "home"),
+    runtimePath: join(dir, "run"),
     depsDir: join(dir, "home", "deps"),
     kernelImagePath: undefined,
     qemuBinaryPath: join(dir, "no-qemu"),

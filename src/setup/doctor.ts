@@ -8,14 +8,17 @@ import {
   readFileSync,
   readlinkSync,
   statfsSync,
+  statSync,
 } from "node:fs";
 import { dirname } from "node:path";
 import { parseArgs } from "node:util";
 import { parseListenAddress } from "../config/index.ts";
+import { tryCommand } from "../lib/command.ts";
 import { errorCode } from "../lib/durable.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import { formatBytes } from "./console.ts";
+import { isContainer, KERNEL_SETTINGS, nearestExisting, readSysctl } from "./host.ts";
 import { type InstalledManifest, readManifest } from "./manifest.ts";
 import { isModern } from "./qemu.ts";
 import {
@@ -50,10 +53,15 @@ export async function examine(options: Settings): Promise<Check[]> {
     kvmCheck(),
     tunCheck(),
     ...["ip", "nft", "nsenter"].map(commandCheck),
+    await nfTablesCheck(),
     forwardingCheck(),
+    ...kernelSettingsCheck(),
     ublkCheck(),
+    ioUringCheck(),
+    cgroupCheck(),
     memoryCheck(),
     diskCheck(options.home),
+    ...[options.home, options.runtimePath].flatMap(directoryCheck),
     fileLimitCheck(),
     ...manifest.checks,
     ...kernel.checks,
@@ -61,6 +69,35 @@ export async function examine(options: Settings): Promise<Check[]> {
     await vmmCheck(kernel.kernel, qemu.qemu, options.mode),
     ...(await serverChecks(options.apiAddress)),
   ];
+}
+
+/**
+ * Refuses to start a server on a host that cannot run sandboxes, naming all that is missing and the cure of
+ * each: called before anything is made or changed. Error: `host_not_ready`.
+ */
+export async function requireHost(options: {
+  readonly home: string;
+  readonly runtimePath: string;
+}): Promise<void> {
+  const missing = [
+    systemCheck(),
+    privilegeCheck(),
+    tunCheck(),
+    ...["ip", "nft", "nsenter"].map(commandCheck),
+    await nfTablesCheck(),
+    forwardingCheck(),
+    ...[options.home, options.runtimePath].flatMap(directoryCheck),
+  ].filter((check) => check.status === "missing");
+  if (missing.length === 0) return;
+  throw new AenvError({
+    code: "host_not_ready",
+    status: 503,
+    message: `this host is not ready for sandboxes:\n${missing
+      .map(({ name, detail, cure }) => `  ${name}: ${detail}${cure === undefined ? "" : `  → ${cure}`}`)
+      .join("\n")}`,
+    remediation:
+      "as root, agentenv setup --host does what a machine needs once; agentenv doctor looks at everything",
+  });
 }
 
 function readText(path: string): string | undefined {
@@ -100,7 +137,7 @@ function privilegeCheck(): Check {
         name: "privileges",
         status: "missing",
         detail: `${user} without ${lacking.join(" and ")}`,
-        cure: "run the server as root, or give its service these capabilities",
+        cure: "run the server as root, or give its service both (AmbientCapabilities= in its unit)",
       };
 }
 
@@ -152,9 +189,88 @@ function tunCheck(): Check {
     : {
         name,
         status: "missing",
-        detail: "cannot be opened: guests have no network",
-        cure: "modprobe tun (as root)",
+        detail: `${deviceState(name) === "denied" ? "may not be opened by this user" : "cannot be opened"}: guests have no network`,
+        cure:
+          deviceState(name) === "denied"
+            ? "agentenv setup --host (as root); in a container pass the device through"
+            : "modprobe tun (as root); in a container pass the device through",
       };
+}
+
+/** Whether the kernel takes nftables' rules: the question needs privileges, and changes nothing. */
+async function nfTablesCheck(): Promise<Check> {
+  const name = "nf_tables";
+  if (Bun.which("nft") === null || privilegeCheck().status !== "ok") {
+    return { name, status: "ok", detail: "not asked: needs nft and privileges" };
+  }
+  const { exitCode, stderr } = await tryCommand(["nft", "list", "tables"]);
+  return exitCode === 0
+    ? { name, status: "ok", detail: "the kernel takes rules" }
+    : {
+        name,
+        status: "missing",
+        detail: `the kernel takes no rules: ${stderr.trim().split("\n")[0]}`,
+        cure: "modprobe nf_tables (as root), or a kernel that has it",
+      };
+}
+
+/** Settings with which a few sandboxes run and many do not; empty in a container, which cannot set them. */
+function kernelSettingsCheck(): Check[] {
+  if (isContainer()) return [];
+  const low = KERNEL_SETTINGS.filter(({ key, minimum }) => {
+    const now = key === "net.ipv4.ip_forward" ? undefined : readSysctl("", key);
+    return now !== undefined && now < minimum;
+  });
+  const name = "kernel settings";
+  if (low.length === 0) return [{ name, status: "ok", detail: "enough for many sandboxes" }];
+  return [
+    {
+      name,
+      status: "warn",
+      detail: `low for many sandboxes: ${low.map(({ key }) => `${key} ${readSysctl("", key)}`).join(", ")}`,
+      cure: `agentenv setup --host, or sysctl -w ${low.map(({ key, minimum }) => `${key}=${minimum}`).join(" ")}`,
+    },
+  ];
+}
+
+function ioUringCheck(): Check {
+  const name = "io_uring";
+  const disabled = readSysctl("", "kernel.io_uring_disabled") ?? 0;
+  const root = process.geteuid?.() === 0;
+  if (disabled === 0 || (disabled === 1 && root)) return { name, status: "ok", detail: "allowed" };
+  return {
+    name,
+    status: "warn",
+    detail: `turned off (kernel.io_uring_disabled = ${disabled}): disks are served with plain reads and writes, which is slower`,
+    cure: "sysctl -w kernel.io_uring_disabled=0",
+  };
+}
+
+function cgroupCheck(): Check {
+  const name = "cgroups";
+  return existsSync("/sys/fs/cgroup/cgroup.controllers")
+    ? { name, status: "ok", detail: "version 2" }
+    : {
+        name,
+        status: "ok",
+        detail: "version 1 or none: nothing here depends on them, a service manager's limits may",
+      };
+}
+
+/** State or runtime directory: there and ours, or one we may make. Silent when all is well. */
+function directoryCheck(path: string): Check[] {
+  const dir = nearestExisting(path);
+  const uid = process.geteuid?.() ?? 0;
+  const stat = statSync(dir);
+  const cure = `agentenv setup --host (as root), or choose another place with home_path or runtime_path`;
+  if (!stat.isDirectory()) return [{ name: path, status: "missing", detail: `${dir} is no directory`, cure }];
+  try {
+    accessSync(dir, constants.W_OK | constants.X_OK);
+    return [];
+  } catch (error) {
+    const what = dir === path ? "cannot be written" : `cannot be made: ${dir} is not writable`;
+    return [{ name: path, status: "missing", detail: `${what} by uid ${uid} (${errorCode(error)})`, cure }];
+  }
 }
 
 const PACKAGES: Readonly<Record<string, string>> = { ip: "iproute2", nft: "nftables", nsenter: "util-linux" };

@@ -1,5 +1,5 @@
 export { hostReleaseSources } from "./apt/apt.ts";
-export { doctorMain } from "./doctor.ts";
+export { doctorMain, requireHost } from "./doctor.ts";
 export { type ResolveRuntimeOptions, resolveRuntime } from "./resolve.ts";
 export { setupMain } from "./setup.ts";
 export type { QemuDeps, RuntimeDeps } from "./types.ts";

@@ -4,6 +4,7 @@ import { type Environment, loadConfig } from "../config/index.ts";
 /** What setup and doctor need of the node's configuration, flags applied. */
 export interface Settings {
   readonly home: string;
+  readonly runtimePath: string;
   readonly depsDir: string;
   readonly kernelImagePath: string | undefined;
   readonly qemuBinaryPath: string | undefined;
@@ -47,6 +48,7 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
     flag === undefined ? configured : resolve(flag);
   return {
     home: config.homePath,
+    runtimePath: config.runtimePath,
     depsDir: config.depsPath,
     kernelImagePath: path(flags["kernel-image"], config.kernel.imagePath),
     qemuBinaryPath: path(flags["qemu-binary"], config.qemu.binaryPath),

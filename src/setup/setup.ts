@@ -8,6 +8,7 @@ import type { ProgressSink } from "../lib/progress.ts";
 import { type AptHost, PrivateApt } from "./apt/apt.ts";
 import { consoleProgress, reportError } from "./console.ts";
 import { treeDamage } from "./files.ts";
+import { setupHost, THIS_HOST } from "./host.ts";
 import { provisionKernel } from "./kernel.ts";
 import { type InstalledManifest, readManifest, writeManifest } from "./manifest.ts";
 import { checkQemu, installedQemu, isModern, provisionQemu, recordInstalled } from "./qemu.ts";
@@ -210,26 +211,69 @@ async function removeLeftStaging(depsDir: string): Promise<void> {
 }
 
 const USAGE = `Usage: agentenv setup [options]
+       agentenv setup --host [--runtime-user NAME] [--runtime-group NAME] [--dry-run] [options]
 
 Brings the guest kernel, QEMU and the guest's initial file system into the dependency directory.
 Installs nothing on the host and needs no root. Quick when everything is there.
 
+With --host, once and as root: gives the server's account what it needs of the machine (devices, groups,
+kernel settings, directories), so that the server runs without root. Done again, it changes nothing.
+
 ${SETTINGS_HELP}
+  --host               prepare the machine instead of the dependencies
+  --runtime-user NAME  account the server runs as (default: aenv; with --host)
+  --runtime-group NAME its group (default: aenv; with --host)
+  --dry-run            say what --host would do
   --force              install afresh what is there already
   --json               print what was set up as JSON
   -h, --help           this text
 `;
 
 function parseFlags(argv: string[]) {
-  return parseArgs({
+  const flags = parseArgs({
     args: argv,
     options: {
       ...SETTINGS_FLAGS,
+      host: { type: "boolean" },
+      "runtime-user": { type: "string" },
+      "runtime-group": { type: "string" },
+      "dry-run": { type: "boolean" },
       force: { type: "boolean" },
       json: { type: "boolean" },
       help: { type: "boolean", short: "h" },
     },
   }).values;
+  const hostOnly = (["runtime-user", "runtime-group", "dry-run"] as const).find(
+    (name) => flags[name] !== undefined,
+  );
+  if (!flags.host && hostOnly !== undefined) throw new Error(`--${hostOnly} needs --host`);
+  const depsOnly = (["force", "json", "deps", "kernel-image", "qemu-binary"] as const).find(
+    (name) => flags[name] !== undefined,
+  );
+  if (flags.host && depsOnly !== undefined) throw new Error(`--${depsOnly} does not go with --host`);
+  return flags;
+}
+
+const TRUE_WORDS = ["1", "true", "yes", "on"];
+
+/** `agentenv setup --host`: a line per step on standard output. */
+async function hostMain(flags: ReturnType<typeof parseFlags>): Promise<number> {
+  const { home, runtimePath } = readSettings(flags, process.env);
+  const dryRun = flags["dry-run"] === true;
+  const changes = await setupHost({
+    user: flags["runtime-user"] ?? "aenv",
+    group: flags["runtime-group"] ?? "aenv",
+    homePath: home,
+    runtimePath,
+    dryRun,
+    forceSysctl: TRUE_WORDS.includes(process.env.AENV_FORCE_SYSCTL_TUNING?.trim().toLowerCase() ?? ""),
+    host: THIS_HOST,
+    report: ({ title, state, remark }) =>
+      process.stdout.write(`${state.padEnd(14)}${title}${remark === undefined ? "" : ` (${remark})`}\n`),
+  });
+  const verdict = dryRun ? "to be done; nothing was changed" : "done";
+  process.stdout.write(changes === 0 ? "the host is ready\n" : `${changes} ${verdict}\n`);
+  return 0;
 }
 
 /** `agentenv setup`. Exit codes: 0 done, 1 failed, 2 wrong usage. */
@@ -248,6 +292,7 @@ export async function setupMain(argv: string[]): Promise<number> {
   const startedMs = performance.now();
   const progress = consoleProgress();
   try {
+    if (flags.host) return await hostMain(flags);
     const { depsDir, kernelImagePath, qemuBinaryPath } = readSettings(flags, process.env);
     const runtime = await provision({
       depsDir,
