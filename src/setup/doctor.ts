@@ -75,16 +75,12 @@ export async function examine(options: Settings): Promise<Check[]> {
  * Refuses to start a server on a host that cannot run sandboxes, naming all that is missing and the cure of
  * each: called before anything is made or changed. Error: `host_not_ready`.
  */
-export async function requireHost(options: {
-  readonly home: string;
-  readonly runtimePath: string;
-}): Promise<void> {
+export function requireHost(options: { readonly home: string; readonly runtimePath: string }): void {
   const missing = [
     systemCheck(),
     privilegeCheck(),
     tunCheck(),
     ...["ip", "nft", "nsenter"].map(commandCheck),
-    await nfTablesCheck(),
     forwardingCheck(),
     ...[options.home, options.runtimePath].flatMap(directoryCheck),
   ].filter((check) => check.status === "missing");

@@ -191,9 +191,11 @@ test("a host that is not ready is refused with every reason, before anything is 
   mkdirSync(dirname(home), { mode: 0o500 });
   const program = `
     import { requireHost } from ${JSON.stringify(join(import.meta.dir, "doctor.ts"))};
-    await requireHost({ home: ${JSON.stringify(home)}, runtimePath: "/proc/none" }).then(
-      () => console.log("ready"),
-      (error) => console.log(error.code + "\\n" + error.message));`;
+    try {
+      requireHost({ home: ${JSON.stringify(home)}, runtimePath: "/proc/none" });
+    } catch (error) {
+      console.log(error.code + "\\n" + error.message);
+    }`;
   const file = join(root, "look.ts");
   writeFileSync(file, program);
   const { stdout } = await tryCommand([
@@ -204,5 +206,5 @@ test("a host that is not ready is refused with every reason, before anything is 
   expect(stdout).toContain("privileges: root without CAP_NET_ADMIN and CAP_SYS_ADMIN");
   expect(stdout).toContain(`${home}: cannot be made`);
   expect(existsSync(home)).toBe(false);
-  await expect(requireHost({ home: join(root, "h"), runtimePath: join(root, "r") })).resolves.toBeUndefined();
+  expect(() => requireHost({ home: join(root, "h"), runtimePath: join(root, "r") })).not.toThrow();
 });
