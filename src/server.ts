@@ -6,7 +6,7 @@ import { parseArgs } from "node:util";
 import { createControlApi } from "./api/index.ts";
 import {
   loadApiKey,
-  loadConfig,
+  loadServerConfig,
   loadTokenSeed,
   type NodeConfig,
   parseListenAddress,
@@ -22,7 +22,7 @@ import { createObserver } from "./observability/index.ts";
 import { createOrchestrator, hasTokenProtectedSandboxes, lockHome } from "./orchestrator/index.ts";
 import { startFront } from "./proxy/index.ts";
 import { consoleLogPath, createSandboxFactory } from "./sandbox/index.ts";
-import { resolveRuntime } from "./setup/index.ts";
+import { requireHost, resolveRuntime } from "./setup/index.ts";
 import { createPosixRepository } from "./snapshot/index.ts";
 import { superviseBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
@@ -38,7 +38,8 @@ Options:
   -h, --help      this text
 
 Environment: AENV_HOME_PATH, AENV_RUNTIME_PATH, API_ADDR, AENV_API_KEY and the overrides that
-config/default.toml names. SIGINT or SIGTERM pauses every sandbox, stores it and ends.
+config/default.toml names. SIGINT or SIGTERM pauses every sandbox, stores it and ends. SIGUSR2 ends and leaves
+them running, for the next server to take over.
 `;
 
 const MIB = 1024 ** 2;
@@ -65,13 +66,11 @@ function availableMemoryMiB(): number {
 async function startNode(config: NodeConfig, log: Logger) {
   await using stack = new AsyncDisposableStack();
   const home = config.homePath;
+  // Looked at before anything is made: a start that is refused leaves no trace.
+  requireHost({ home, runtimePath: config.runtimePath });
   await mkdir(home, { recursive: true });
   await mkdir(config.runtimePath, { recursive: true });
   stack.use(lockHome(home));
-
-  const apiKey = loadApiKey({ homePath: home, env: process.env, generate: true });
-  if (apiKey === undefined) throw new Error("a key is generated when there is none");
-  if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
 
   const runtime = await resolveRuntime({
     depsDir: config.depsPath,
@@ -88,6 +87,9 @@ async function startNode(config: NodeConfig, log: Logger) {
       remediation: 'set virtualization_mode to "auto", "kvm" or "tcg"',
     });
   }
+  const apiKey = loadApiKey({ homePath: home, env: process.env, generate: true });
+  if (apiKey === undefined) throw new Error("a key is generated when there is none");
+  if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
   const vmm = createQemuDriver({
     binary: runtime.qemu.binary,
     dataDirs: runtime.qemu.dataDirs,
@@ -302,6 +304,11 @@ async function startNode(config: NodeConfig, log: Logger) {
   return {
     url: `http://${front.hostname}:${front.port}`,
     apiKeyPath: apiKey.path,
+    /** Ends what answers callers and leaves every sandbox running, for the next server to take over. */
+    async leave() {
+      await front.stop(STOP_GRACE_MS);
+      await templates[Symbol.asyncDispose]();
+    },
     async stop() {
       await front.stop(STOP_GRACE_MS);
       // Builds first: they hold sandboxes and devices of their own.
@@ -326,7 +333,7 @@ export async function serveMain(argv: string[]): Promise<number> {
   const log = createLogger("agentenv");
   let node: Awaited<ReturnType<typeof startNode>>;
   try {
-    const config = loadConfig({
+    const config = loadServerConfig({
       env: process.env,
       ...(values.config === undefined ? {} : { path: values.config }),
     });
@@ -344,23 +351,27 @@ export async function serveMain(argv: string[]): Promise<number> {
     "serving",
   );
 
-  const stop = Promise.withResolvers<string>();
+  const stop = Promise.withResolvers<"stop" | "leave">();
   for (const signal of ["SIGINT", "SIGTERM"] as const) {
     process.on(signal, () => {
       log.info({ signal }, "stopping: running sandboxes are paused and stored");
-      stop.resolve(signal);
+      stop.resolve("stop");
     });
   }
+  process.on("SIGUSR2", () => {
+    log.info({ signal: "SIGUSR2" }, "leaving: running sandboxes go on, the next server takes them over");
+    stop.resolve("leave");
+  });
   process.on("uncaughtException", (error) => log.error({ err: error }, "uncaught exception"));
   process.on("unhandledRejection", (error) => log.error({ err: error }, "unhandled rejection"));
-  await stop.promise;
+  const ending = await stop.promise;
   try {
-    await node.stop();
+    await (ending === "stop" ? node.stop() : node.leave());
   } catch (error) {
     log.error({ err: error }, "the stop was not complete");
     process.exit(1);
   }
-  log.info("stopped");
+  log.info(ending === "stop" ? "stopped" : "left");
   // Everything is stored and released; a timer that nobody waits for must not hold the process.
   process.exit(0);
 }
