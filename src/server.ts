@@ -20,11 +20,11 @@ import { createMemoryService } from "./memory/index.ts";
 import { createNetworkService } from "./network/index.ts";
 import { createObserver } from "./observability/index.ts";
 import { createOrchestrator, hasTokenProtectedSandboxes, lockHome } from "./orchestrator/index.ts";
-import { startFront } from "./proxy/index.ts";
+import { requireFreeAddress, startFront } from "./proxy/index.ts";
 import { consoleLogPath, createSandboxFactory } from "./sandbox/index.ts";
 import { requireHost, resolveRuntime } from "./setup/index.ts";
 import { createPosixRepository } from "./snapshot/index.ts";
-import { superviseBlockd } from "./storage/blockd/index.ts";
+import { startBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
 import { commit, version } from "./version.ts";
 import { createQemuDriver } from "./vmm/index.ts";
@@ -71,6 +71,8 @@ async function startNode(config: NodeConfig, log: Logger) {
   await mkdir(home, { recursive: true });
   await mkdir(config.runtimePath, { recursive: true });
   stack.use(lockHome(home));
+  const listen = parseListenAddress(config.server.listen)!;
+  requireFreeAddress(listen.hostname, listen.port);
 
   const runtime = await resolveRuntime({
     depsDir: config.depsPath,
@@ -102,8 +104,9 @@ async function startNode(config: NodeConfig, log: Logger) {
     log: log.child({ room: "vmm" }),
   });
 
+  // Starts while the rest is put together.
   const blockd = stack.use(
-    await superviseBlockd(
+    startBlockd(
       {
         argv: selfCommand("blockd"),
         socketPath: config.ublk.daemonSocketPath,
@@ -258,7 +261,21 @@ async function startNode(config: NodeConfig, log: Logger) {
 
   observer.start(orchestrator);
   // Sandboxes outlive the server: what one before this left running is taken over, slot by slot.
-  await network.start(await sandboxes.survivors());
+  const networkStarted = network.start(await sandboxes.survivors());
+  const api = createControlApi({
+    orchestrator,
+    templates,
+    observer,
+    apiKeys: [apiKey.value],
+    defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
+    sandboxProxyDomains: config.sandboxProxy.domains,
+    version,
+    log: log.child({ room: "api" }),
+  });
+  // Both to their end: what a failed start undoes must not be half made.
+  for (const start of await Promise.allSettled([networkStarted, blockd.ready])) {
+    if (start.status === "rejected") throw start.reason;
+  }
   await orchestrator.start();
   await templates.start();
   if (config.image.cache.gc.enabled) {
@@ -270,17 +287,6 @@ async function startNode(config: NodeConfig, log: Logger) {
     stack.defer(() => clearInterval(timer));
   }
 
-  const api = createControlApi({
-    orchestrator,
-    templates,
-    observer,
-    apiKeys: [apiKey.value],
-    defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
-    sandboxProxyDomains: config.sandboxProxy.domains,
-    version,
-    log: log.child({ room: "api" }),
-  });
-  const listen = parseListenAddress(config.server.listen)!;
   const front = startFront({
     hostname: listen.hostname,
     port: listen.port,

@@ -19,12 +19,29 @@ async function ownRules(tag: string): Promise<string[][]> {
     .filter((words) => words[0] === "-A" && words[words.indexOf("--comment") + 1] === tag);
 }
 
+/** The declarations of one chain of `table ip filter` in what `nft list chains` prints; rules are not in it. */
+function chainDeclaration(listing: string, chain: string): string | undefined {
+  const table = /^table ip filter \{\n([\s\S]*?)^\}/m.exec(listing)?.[1];
+  return new RegExp(`^\\tchain ${chain} \\{\\n([\\s\\S]*?)^\\t\\}`, "m").exec(table ?? "")?.[1];
+}
+
+/** Asked by nft: iptables would make its tables by being asked. */
+async function filterChains(): Promise<{ forwardDrops: boolean; docker: boolean }> {
+  const { exitCode, stdout } = await tryCommand(["nft", "list", "chains", "ip"]);
+  const listing = exitCode === 0 ? stdout : "";
+  return {
+    forwardDrops: /policy drop/.test(chainDeclaration(listing, "FORWARD") ?? ""),
+    docker: chainDeclaration(listing, CHAIN) !== undefined && Bun.which("iptables") !== null,
+  };
+}
+
+async function removeOwnRules(tag: string): Promise<void> {
+  for (const [, ...rule] of await ownRules(tag)) await runCommand(["iptables", "-w", "5", "-D", ...rule]);
+}
+
 /** Removes our rules from docker's chain, if there are any. */
 export async function closeDockerForward(tag: string): Promise<void> {
-  // Asked by nft first: iptables would make its tables by being asked.
-  const present = await tryCommand(["nft", "list", "chain", "ip", "filter", CHAIN]);
-  if (present.exitCode !== 0 || Bun.which("iptables") === null) return;
-  for (const [, ...rule] of await ownRules(tag)) await runCommand(["iptables", "-w", "5", "-D", ...rule]);
+  if ((await filterChains()).docker) await removeOwnRules(tag);
 }
 
 /**
@@ -32,11 +49,10 @@ export async function closeDockerForward(tag: string): Promise<void> {
  * the log says what to do. True: rules were added.
  */
 export async function openDockerForward(pool: string, tag: string, log: Logger): Promise<boolean> {
-  await closeDockerForward(tag);
-  const forward = await tryCommand(["nft", "list", "chain", "ip", "filter", "FORWARD"]);
-  if (forward.exitCode !== 0 || !/policy drop/.test(forward.stdout)) return false;
-  const docker = await tryCommand(["nft", "list", "chain", "ip", "filter", CHAIN]);
-  if (docker.exitCode !== 0 || Bun.which("iptables") === null) {
+  const { forwardDrops, docker } = await filterChains();
+  if (docker) await removeOwnRules(tag);
+  if (!forwardDrops) return false;
+  if (!docker) {
     log.warn(
       "the host's FORWARD chain drops by default: guests have no internet until it accepts our pool, e.g. " +
         `iptables -I FORWARD -s ${pool} -j ACCEPT and ` +

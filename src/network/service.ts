@@ -128,6 +128,9 @@ class Service implements NetworkService {
     this.#dnsServer = this.#options.dnsServer ?? (await chooseDnsServer());
     if (await enableForwarding()) this.#log.info("turned IPv4 forwarding on (net.ipv4.ip_forward=1)");
     await mkdir(this.#netnsDir, { recursive: true, mode: 0o755 });
+    // Each is a program to start: they need not wait for each other.
+    const docker = openDockerForward(this.#options.hostInteractionCidr, this.#plan.tableName, this.#log);
+    undo.defer(async () => void (await docker.catch(() => undefined)));
     await ownLocalAddress(this.#plan.egressAddress, true);
     const egress = undo.use(
       await startEgress({
@@ -144,7 +147,7 @@ class Service implements NetworkService {
       writer: undo.use(new RuleWriter(this.#plan.tableName)),
       flows: undo.use(new FlowTable()),
     };
-    await openDockerForward(this.#options.hostInteractionCidr, this.#plan.tableName, this.#log);
+    await docker;
     await this.#removeLeftovers(new Set(kept.keys()));
     await this.#restorePolicies(kept);
     this.#locks = undo.move();

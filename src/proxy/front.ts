@@ -1136,19 +1136,33 @@ function listen(options: FrontOptions, shared: Shared): TCPSocketListener<Client
       },
     });
   } catch (cause) {
-    const code = (cause as { code?: string }).code;
-    throw new AenvError({
-      code: code === "EADDRINUSE" ? "port_in_use" : "listen_failed",
-      message:
-        code === "EADDRINUSE"
-          ? `${options.hostname}:${options.port} is in use by another process`
-          : `cannot listen on ${options.hostname}:${options.port}`,
-      remediation:
-        code === "EADDRINUSE"
-          ? `stop the process that listens there (ss -ltnp 'sport = :${options.port}' names it) or set API_ADDR to a free address, e.g. API_ADDR=127.0.0.1:8001`
-          : "set API_ADDR to an address of this machine",
-      cause,
-    });
+    throw listenError(options.hostname, options.port, cause);
+  }
+}
+
+function listenError(hostname: string, port: number, cause: unknown): AenvError {
+  const inUse = (cause as { code?: string }).code === "EADDRINUSE";
+  return new AenvError({
+    code: inUse ? "port_in_use" : "listen_failed",
+    message: inUse
+      ? `${hostname}:${port} is in use by another process`
+      : `cannot listen on ${hostname}:${port}`,
+    remediation: inUse
+      ? `stop the process that listens there (ss -ltnp 'sport = :${port}' names it) or set API_ADDR to a free address, e.g. API_ADDR=127.0.0.1:8001`
+      : "set API_ADDR to an address of this machine",
+    cause,
+  });
+}
+
+/**
+ * Throws what `startFront` would for an address that cannot be listened at (`port_in_use`, `listen_failed`).
+ * Asked before anything is taken over or changed: a server that cannot be reached must not touch sandboxes.
+ */
+export function requireFreeAddress(hostname: string, port: number): void {
+  try {
+    Bun.listen({ hostname, port, socket: { data: () => undefined } }).stop(true);
+  } catch (cause) {
+    throw listenError(hostname, port, cause);
   }
 }
 

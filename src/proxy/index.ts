@@ -1,1 +1,8 @@
-export { type ExchangeReport, type Front, type FrontLimits, type FrontOptions, startFront } from "./front.ts";
+export {
+  type ExchangeReport,
+  type Front,
+  type FrontLimits,
+  type FrontOptions,
+  requireFreeAddress,
+  startFront,
+} from "./front.ts";

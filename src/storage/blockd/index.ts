@@ -3,7 +3,7 @@ import type { WorkerOptions } from "./worker-protocol.ts";
 
 export { type BlockClientOptions, connectBlockd } from "./client.ts";
 export * from "./protocol.ts";
-export { type SupervisedBlockd, superviseBlockd } from "./supervisor.ts";
+export { type StartingBlockd, type SupervisedBlockd, startBlockd, superviseBlockd } from "./supervisor.ts";
 
 /** The program `agentenv blockd`, see USAGE in daemon.ts; does not return normally. */
 export async function blockdMain(argv: string[]): Promise<number> {

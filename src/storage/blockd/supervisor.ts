@@ -18,6 +18,12 @@ export interface SupervisedBlockd extends AsyncDisposable {
   readonly client: BlockClient;
 }
 
+/** A daemon that may still be starting: calls of the client wait for it. */
+export interface StartingBlockd extends SupervisedBlockd {
+  /** Resolved when the daemon answers; rejects when it cannot be started, and so do the client's calls. */
+  readonly ready: Promise<void>;
+}
+
 /** What the daemon needs of our environment, and nothing that would change how the runtime behaves. */
 function daemonEnvironment(): Record<string, string> {
   const kept = ["PATH", "HOME", "LANG", "TZ", "TMPDIR"];
@@ -99,22 +105,36 @@ async function findOrStart(
   return { link: await startDaemon(options), started: true };
 }
 
-/** The client, with a shutdown that the supervisor knows to be meant. */
-function withShutdown(client: BlockClient, onShutdown: () => void): BlockClient {
+/** The client to be, with a shutdown that the supervisor knows to be meant. */
+function futureClient(connected: Promise<BlockClient>, onShutdown: () => void): BlockClient {
   return {
-    create: (device) => client.create(device),
-    get: (deviceId) => client.get(deviceId),
-    list: () => client.list(),
-    release: (deviceId) => client.release(deviceId),
-    flush: (deviceId) => client.flush(deviceId),
-    restack: (deviceId, sealedPath, freshUpper) => client.restack(deviceId, sealedPath, freshUpper),
-    stats: () => client.stats(),
-    shutdown: () => {
+    create: async (device) => (await connected).create(device),
+    get: async (deviceId) => (await connected).get(deviceId),
+    list: async () => (await connected).list(),
+    release: async (deviceId) => (await connected).release(deviceId),
+    flush: async (deviceId) => (await connected).flush(deviceId),
+    restack: async (deviceId, sealedPath, freshUpper) =>
+      (await connected).restack(deviceId, sealedPath, freshUpper),
+    stats: async () => (await connected).stats(),
+    shutdown: async () => {
+      const client = await connected;
       onShutdown();
-      return client.shutdown();
+      await client.shutdown();
     },
-    [Symbol.asyncDispose]: () => client[Symbol.asyncDispose](),
+    [Symbol.asyncDispose]: async () => (await connected)[Symbol.asyncDispose](),
   };
+}
+
+async function findOrStartClient(options: BlockdSupervisorOptions, log: Logger) {
+  const { socketPath } = options;
+  const { link, started } = await findOrStart(options);
+  log.info({ socketPath, started }, started ? "block daemon started" : "block daemon found");
+  try {
+    return { link, client: await connectBlockd(socketPath, { connectPatienceMs: START_TIMEOUT_MS }) };
+  } catch (error) {
+    link.close();
+    throw error;
+  }
 }
 
 /**
@@ -127,25 +147,26 @@ export async function superviseBlockd(
   options: BlockdSupervisorOptions,
   log: Logger,
 ): Promise<SupervisedBlockd> {
-  const { socketPath } = options;
-  const first = await findOrStart(options);
-  log.info(
-    { socketPath, started: first.started },
-    first.started ? "block daemon started" : "block daemon found",
-  );
-  let client: BlockClient;
-  try {
-    client = await connectBlockd(socketPath, { connectPatienceMs: START_TIMEOUT_MS });
-  } catch (error) {
-    first.link.close();
-    throw error;
-  }
+  const blockd = startBlockd(options, log);
+  await blockd.ready;
+  return blockd;
+}
 
+/** As `superviseBlockd`, for a caller with other work to do while the daemon starts. */
+export function startBlockd(options: BlockdSupervisorOptions, log: Logger): StartingBlockd {
+  const { socketPath } = options;
+  const first = findOrStartClient(options, log);
+  const connected = first.then(({ client }) => client);
+  const ready = connected.then(() => undefined);
+  // The failure is told by `ready` and by every call, whenever somebody asks.
+  ready.catch(() => undefined);
   let stopped = false;
-  let link = first.link;
+  let link: BlockdConnection | undefined;
   const wake = Promise.withResolvers<void>();
 
-  const watch = async () => {
+  const watch = async (firstLink: BlockdConnection) => {
+    link = firstLink;
+    if (stopped) link.close();
     let failures = 0;
     while (!stopped) {
       const since = performance.now();
@@ -172,19 +193,27 @@ export async function superviseBlockd(
       }
     }
   };
-  const watching = watch();
+  const watching = first.then(
+    ({ link: firstLink }) => watch(firstLink),
+    () => undefined,
+  );
 
   const stop = () => {
     stopped = true;
     wake.resolve();
   };
   return {
-    client: withShutdown(client, stop),
+    ready,
+    client: futureClient(connected, stop),
     async [Symbol.asyncDispose]() {
       stop();
-      link.close();
+      link?.close();
       await watching;
-      await client[Symbol.asyncDispose]();
+      await connected.then(
+        (client) => client[Symbol.asyncDispose](),
+        // It never started: there is nothing to let go of, and `ready` has told why.
+        () => undefined,
+      );
     },
   };
 }
