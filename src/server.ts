@@ -44,17 +44,7 @@ them running, for the next server to take over.
 
 const MIB = 1024 ** 2;
 const GIB = 1024 ** 3;
-/** Guests share the pages of their template and seldom touch all of their memory. */
-const MEMORY_OVERCOMMIT = 2;
-/** What the host keeps for itself when sandboxes are admitted. */
-const MIN_AVAILABLE_MIB = 512;
-/** A guest that is silent for half a minute is told as unresponsive. */
-const HEALTH = { intervalMs: 10_000, timeoutMs: 5_000, failures: 3 };
-/** Flat memory files kept for the next resume; they can always be made again. */
-const MEMORY_CACHE_BYTES = 16 * GIB;
 const STOP_GRACE_MS = 5_000;
-/** Starts beyond this wait: each takes a processor for a moment. */
-const MAX_CONCURRENT_STARTS = 16;
 
 /** What the kernel says can be given out without swapping. */
 function availableMemoryMiB(): number {
@@ -140,7 +130,7 @@ async function startNode(config: NodeConfig, log: Logger) {
   );
   const memory = createMemoryService({
     cacheDir: join(home, "cache", "memory"),
-    maxCacheBytes: MEMORY_CACHE_BYTES,
+    maxCacheBytes: config.memorySnapshot.resumeCacheMaxSizeGb * GIB,
     log: log.child({ room: "memory" }),
   });
   const sandboxes = createSandboxFactory({
@@ -215,24 +205,35 @@ async function startNode(config: NodeConfig, log: Logger) {
       log: observerLog,
     }),
   );
+  const limits = config.orchestrator;
   const orchestrator = stack.use(
     createOrchestrator({
       onEvent: (event) => observer.onEvent(event),
       repository,
       sandboxes,
+      cold: {
+        images,
+        cpuCount: config.machine.vcpuCount,
+        memoryMiB: config.machine.memSizeMib,
+        diskSizeMiB: config.image.cache.virtualSizeGib * 1024,
+        allowShrink: config.ublk.overlaybd.allowShrink,
+        allowedBootArgsPrefixes: config.firecracker.allowedExtraBootArgsPrefixes,
+      },
       statePath,
       artifactsDir,
       tokenSeed: seed.value,
       defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
       autoResumeMinTimeoutSeconds: config.orchestrator.autoResumeMinSandboxTimeoutSecs,
       evictIntervalMs: config.orchestrator.autoEvictIntervalMs,
-      maxConcurrentStarts: MAX_CONCURRENT_STARTS,
+      maxConcurrentStarts: limits.maxConcurrentStarts,
+      maxQueuedStarts: limits.maxQueuedStarts,
       capacity: {
-        memoryMiB: Math.floor((totalmem() / MIB) * MEMORY_OVERCOMMIT),
-        minAvailableMiB: MIN_AVAILABLE_MIB,
+        ...(limits.maxSandboxes === undefined ? {} : { sandboxes: limits.maxSandboxes }),
+        memoryMiB: Math.floor((totalmem() / MIB) * limits.memoryOvercommitRatio),
+        minAvailableMiB: limits.minAvailableMemoryMb,
         availableMiB: availableMemoryMiB,
       },
-      health: HEALTH,
+      ...(limits.healthProbe.enabled ? { health: limits.healthProbe } : {}),
       log: log.child({ room: "orchestrator" }),
     }),
   );
@@ -279,7 +280,8 @@ async function startNode(config: NodeConfig, log: Logger) {
   await orchestrator.start();
   await templates.start();
   if (config.image.cache.gc.enabled) {
-    const collect = async () => images.collect(await templates.pinnedFiles());
+    const collect = async () =>
+      images.collect(new Set([...(await templates.pinnedFiles()), ...orchestrator.pinnedFiles()]));
     const timer = setInterval(
       () => collect().catch((error: unknown) => log.error({ err: error }, "collecting images failed")),
       config.image.cache.gc.intervalSecs * 1000,

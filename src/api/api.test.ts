@@ -6,7 +6,12 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
 import { createObserver } from "../observability/index.ts";
-import type { CreateSandboxRequest, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
+import type {
+  CreateColdSandboxRequest,
+  CreateSandboxRequest,
+  Orchestrator,
+  SandboxRecord,
+} from "../orchestrator/types.ts";
 import { type Front, startFront } from "../proxy/index.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
 import type { BuildStartRequest } from "../template/types.ts";
@@ -29,6 +34,7 @@ type FrontPart = "access" | "route" | "autoResume";
 function fakeOrchestrator() {
   const records = new Map<string, SandboxRecord>();
   const requests: CreateSandboxRequest[] = [];
+  const coldRequests: Partial<CreateColdSandboxRequest>[] = [];
   const find = (id: string) => {
     const record = records.get(id);
     if (record === undefined) {
@@ -73,6 +79,25 @@ function fakeOrchestrator() {
       };
       records.set(record.id, record);
       return record;
+    },
+    createCold: async ({
+      image,
+      timeoutSeconds,
+      onTimeout,
+      autoResume,
+      secure,
+      metadata,
+      envVars,
+      ...more
+    }) => {
+      if (image === "missing") {
+        throw new AenvError({ code: "image_not_found", status: 404, message: "no registry has missing" });
+      }
+      coldRequests.push({ image, ...more });
+      return orchestrator.create({
+        template: image,
+        ...{ timeoutSeconds, onTimeout, autoResume, secure, metadata, envVars },
+      });
     },
     get: find,
     list: () => [...records.values()],
@@ -121,7 +146,7 @@ function fakeOrchestrator() {
     trafficToken: (id) => `traffic-${id}`,
     timings: () => ({}),
   };
-  return { orchestrator, records, requests };
+  return { orchestrator, records, requests, coldRequests };
 }
 
 function fakeTemplates() {
@@ -258,6 +283,20 @@ describe("the unmodified SDK", () => {
     expect(await none.nextItems()).toEqual([]);
     const info = await Sandbox.getInfo(sandbox.sandboxId, connection());
     expect(info.state).toBe("running");
+    const full = await Sandbox.create("base", {
+      ...connection(),
+      secure: true,
+      allowInternetAccess: false,
+      lifecycle: { onTimeout: "pause", autoResume: true },
+      network: {
+        allowOut: ["api.example.org"],
+        denyOut: ["0.0.0.0/0"],
+        allowPublicTraffic: false,
+        maskRequestHost: "localhost:$" + "{PORT}",
+      },
+    });
+    expect(fake.requests.at(-1)).toMatchObject({ autoResume: true, onTimeout: "pause" });
+    await full.kill();
     await Sandbox.setTimeout(sandbox.sandboxId, 120_000, connection());
     expect(await Sandbox.pause(sandbox.sandboxId, connection())).toBe(true);
     expect(await Sandbox.pause(sandbox.sandboxId, connection())).toBe(false);
@@ -339,6 +378,99 @@ describe("bad input", () => {
       const reply = await call("POST", "/v2/sandboxes", { templateID: "base", ...extra });
       expect(reply.status).toBe(400);
       expect(reply.json.message).toContain(name);
+    }
+  });
+
+  test("a wish that is not known is refused by name, not dropped", async () => {
+    const before = fake.records.size;
+    for (const [path, what] of [
+      ["/sandboxes", { templateID: "base" }],
+      ["/v2/sandboxes", { templateID: "base" }],
+      ["/sandboxes-cold", { image: "debian:12" }],
+    ] as const) {
+      for (const [extra, name] of [
+        [{ hibernate: true }, "hibernate"],
+        [{ autoResume: { enabled: true, after: 3 } }, "autoResume.after"],
+        [{ network: { dnsServers: ["9.9.9.9"] } }, "network.dnsServers"],
+      ] as const) {
+        const reply = await call("POST", path, { ...what, ...extra });
+        expect(reply.json).toMatchObject({ code: 400 });
+        expect(reply.json.message).toContain(name);
+      }
+    }
+    const several = await call("POST", "/v2/sandboxes", { templateID: "base", one: 1, two: 2, "\n😀": 3 });
+    expect(several.json.message).toContain("unknown field: one, two, ???");
+    expect(several.json.remediation).toContain("openapi.json");
+    expect(fake.records.size).toBe(before);
+  });
+
+  test("elsewhere unknown fields are ignored, and the answer names them", async () => {
+    const { json } = await call("POST", "/v2/sandboxes", { templateID: "base" });
+    const reply = await call("POST", `/sandboxes/${json.sandboxID}/timeout`, {
+      timeout: 60,
+      grace: 1,
+      "a b": 2,
+    });
+    expect(reply.status).toBe(204);
+    expect(reply.headers.get("x-agentenv-ignored-fields")).toBe("grace, a?b");
+    const silent = await call("POST", `/sandboxes/${json.sandboxID}/timeout`, { timeout: 60 });
+    expect(silent.headers.get("x-agentenv-ignored-fields")).toBeNull();
+  });
+
+  test("a start without the memory is refused on every call that could mean it", async () => {
+    const { json } = await call("POST", "/v2/sandboxes", { templateID: "base" });
+    for (const path of [
+      "sandboxes/:/pause",
+      "sandboxes/:/resume",
+      "sandboxes/:/connect",
+      "v2/sandboxes/:/connect",
+    ]) {
+      const reply = await call("POST", `/${path.replace(":", json.sandboxID)}`, {
+        timeout: 60,
+        memory: false,
+      });
+      expect(reply.json).toMatchObject({ code: 400, error_code: "unsupported_field" });
+      expect(reply.json.message).toContain("memory");
+    }
+    expect((await call("GET", `/sandboxes/${json.sandboxID}`)).json.state).toBe("running");
+  });
+
+  test("cold starts: fields, defaults, bounds", async () => {
+    const reply = await call("POST", "/sandboxes-cold", {
+      image: "debian:12",
+      cpuCount: 1,
+      memoryMB: 256,
+      diskSizeMB: 2048,
+      extraBootArgs: "quiet",
+      allowInternetAccess: false,
+      secure: true,
+    });
+    expect(reply.status).toBe(201);
+    expect(reply.headers.get("x-agentenv-sandbox-id")).toBe(reply.json.sandboxID);
+    expect(reply.json).toMatchObject({ templateID: "debian:12", envdAccessToken: expect.any(String) });
+    expect(fake.coldRequests.at(-1)).toEqual({
+      image: "debian:12",
+      cpuCount: 1,
+      memoryMiB: 256,
+      diskSizeMiB: 2048,
+      extraBootArgs: "quiet",
+      allowInternetAccess: false,
+    });
+    expect(fake.requests.at(-1)).toMatchObject({ timeoutSeconds: 15, onTimeout: "pause", secure: true });
+    expect((await call("POST", "/sandboxes-cold", { image: "missing" })).status).toBe(400);
+    for (const [extra, name] of [
+      [{ image: "" }, "image"],
+      [{ cpuCount: 0 }, "cpuCount"],
+      [{ memoryMB: 64 }, "memoryMB"],
+      [{ diskSizeMB: 1500 }, "diskSizeMB"],
+      [{ diskSizeMB: 0 }, "diskSizeMB"],
+      [{ attachedDrives: [{ driveID: "d", source: { image: "a" } }] }, "attachedDrives"],
+      [{ templateID: "base" }, "templateID"],
+      [{ allow_internet_access: false }, "allow_internet_access"],
+    ] as const) {
+      const refused = await call("POST", "/sandboxes-cold", { image: "debian:12", ...extra });
+      expect(refused.json).toMatchObject({ code: 400 });
+      expect(refused.json.message).toContain(name);
     }
   });
 

@@ -41,7 +41,7 @@ export interface ControlApi {
 const SANDBOX_PATH = /\/sandboxes\/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:[/?#]|$)/;
 
 const CORS_EXPOSED =
-  "X-Next-Token, X-Total-Running, X-Request-Id, X-Agentenv-Sandbox-Id, Retry-After, Idempotency-Replayed, Server-Timing";
+  "X-Next-Token, X-Total-Running, X-Request-Id, X-Agentenv-Sandbox-Id, X-Agentenv-Ignored-Fields, Retry-After, Idempotency-Replayed, Server-Timing";
 
 function withCommonHeaders(response: Response, requestId: string): Response {
   response.headers.set("access-control-allow-origin", "*");

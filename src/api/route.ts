@@ -1,4 +1,4 @@
-import type { z } from "zod";
+import { z } from "zod";
 import { AenvError } from "../lib/errors.ts";
 import { badRequest } from "./errors.ts";
 
@@ -55,15 +55,42 @@ export function route<
   return definition as unknown as Route;
 }
 
+/** Names the members of a request body that mean nothing to the call. */
+export const IGNORED_FIELDS = "x-agentenv-ignored-fields";
+
 /** Control calls carry small JSON documents only. */
 const MAX_BODY_BYTES = 4 * 1024 * 1024;
 
 function describeIssues(error: z.ZodError, what: string): AenvError {
-  const problems = error.issues.slice(0, 8).map((issue) => {
-    const path = issue.path.map(String).join(".");
-    return path === "" ? issue.message : `${path}: ${issue.message}`;
-  });
-  return badRequest(`invalid ${what}: ${problems.join("; ")}`);
+  const unknown: string[] = [];
+  const problems: string[] = [];
+  for (const issue of error.issues) {
+    const path = issue.path.map(String);
+    if (issue.code === "unrecognized_keys") {
+      unknown.push(...issue.keys.map((key) => [...path, key].join(".")));
+    } else problems.push(path.length === 0 ? issue.message : `${path.join(".")}: ${issue.message}`);
+  }
+  if (unknown.length > 0) problems.unshift(`unknown field: ${shortList(unknown)}`);
+  return badRequest(
+    `invalid ${what}: ${problems.slice(0, 8).join("; ")}`,
+    "invalid_request",
+    unknown.length > 0 ? "leave it out; GET /openapi.json has the fields of this call" : undefined,
+  );
+}
+
+/** Names from a request, for a message or a header. */
+function shortList(names: readonly string[]): string {
+  return names
+    .slice(0, 8)
+    .map((name) => name.replace(/[^\x21-\x7e]/g, "?").slice(0, 64))
+    .join(", ");
+}
+
+/** Members of a body that its schema does not know and lets pass. */
+function ignoredFields(schema: z.ZodType, json: unknown): string[] {
+  const isOpen = !(schema instanceof z.ZodObject) || schema.def.catchall !== undefined;
+  if (isOpen || typeof json !== "object" || json === null) return [];
+  return Object.keys(json).filter((key) => !(key in schema.shape));
 }
 
 function parseQuery(schema: z.ZodObject, url: URL): unknown {
@@ -77,7 +104,12 @@ function parseQuery(schema: z.ZodObject, url: URL): unknown {
   return parsed.data;
 }
 
-async function parseBody(schema: z.ZodType, request: Request): Promise<unknown> {
+interface ParsedBody {
+  readonly data: unknown;
+  readonly ignored: readonly string[];
+}
+
+async function parseBody(schema: z.ZodType, request: Request): Promise<ParsedBody> {
   const declared = Number(request.headers.get("content-length") ?? 0);
   const tooLarge = () =>
     new AenvError({
@@ -114,7 +146,7 @@ async function parseBody(schema: z.ZodType, request: Request): Promise<unknown> 
   }
   const parsed = schema.safeParse(json);
   if (!parsed.success) throw describeIssues(parsed.error, "request body");
-  return parsed.data;
+  return { data: parsed.data, ignored: ignoredFields(schema, json) };
 }
 
 export async function runRoute(
@@ -125,13 +157,16 @@ export async function runRoute(
   const url = new URL(request.url);
   const query = definition.query === undefined ? {} : parseQuery(definition.query, url);
   const body = definition.body === undefined ? undefined : await parseBody(definition.body, request);
-  const reply = await definition.run({ request, params, query, body });
+  const reply = await definition.run({ request, params, query, body: body?.data });
   if (reply instanceof Response) return reply;
+  // Dropped, but not silently.
+  const told =
+    body === undefined || body.ignored.length === 0 ? {} : { [IGNORED_FIELDS]: shortList(body.ignored) };
   if (reply.json === undefined) {
-    return new Response(null, { status: reply.status, headers: reply.headers });
+    return new Response(null, { status: reply.status, headers: { ...told, ...reply.headers } });
   }
   return new Response(`${JSON.stringify(reply.json)}\n`, {
     status: reply.status,
-    headers: { "content-type": "application/json", ...reply.headers },
+    headers: { "content-type": "application/json", ...told, ...reply.headers },
   });
 }

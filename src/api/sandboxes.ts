@@ -18,6 +18,9 @@ export interface SandboxRoutesOptions {
   readonly domain?: string;
 }
 
+type WarmBody = z.output<typeof schema.NewSandbox> | z.output<typeof schema.NewSandboxV2>;
+type CreateBody = WarmBody | z.output<typeof schema.NewColdSandbox>;
+
 const PAUSED_STATES = new Set(["pausing", "paused", "snapshotting", "forking"]);
 
 function publicState(record: SandboxRecord): "running" | "paused" {
@@ -56,6 +59,7 @@ function unknownNetworkFields(network: Readonly<Record<string, unknown>> | undef
 function refuseUnsupported(body: {
   readonly customExtensionParams?: Record<string, unknown> | undefined;
   readonly volumeMounts?: readonly unknown[] | undefined;
+  readonly attachedDrives?: readonly unknown[] | undefined;
   readonly autoPauseMemory?: boolean | undefined;
   readonly network?: z.output<typeof schema.NetworkConfig> | undefined;
   readonly iam?: { readonly tokens?: Record<string, unknown> | undefined } | undefined;
@@ -63,6 +67,7 @@ function refuseUnsupported(body: {
   const refused: string[] = [];
   if (Object.keys(body.customExtensionParams ?? {}).length > 0) refused.push("customExtensionParams");
   if ((body.volumeMounts ?? []).length > 0) refused.push("volumeMounts");
+  if ((body.attachedDrives ?? []).length > 0) refused.push("attachedDrives");
   if (body.autoPauseMemory === false) refused.push("autoPauseMemory: false");
   // Unknown members of `network` would be silently weaker rules.
   refused.push(...unknownNetworkFields(body.network));
@@ -70,6 +75,11 @@ function refuseUnsupported(body: {
   if (refused.length > 0) {
     throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field");
   }
+}
+
+/** A pause or resume of the disk alone is never taken for one with memory. */
+function refuseWithoutMemory(memory: boolean | undefined): void {
+  if (memory === false) throw badRequest("not supported by this server: memory: false", "unsupported_field");
 }
 
 /** Where the time of an operation went, in the standard header that browsers and tools show. */
@@ -121,25 +131,77 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
   const started = startedSandbox(options);
 
   const idempotent = new IdempotentCalls();
-  const create = async (request: CreateSandboxRequest): Promise<RouteReply> => {
-    const record = await orchestrator.create(request);
-    return {
-      status: 201,
-      json: started(record),
-      headers: {
-        "x-agentenv-sandbox-id": record.id,
-        ...serverTiming(orchestrator.timings(record.id).create),
-      },
-    };
-  };
 
-  /** v1 answers 400 where v2 answers 404: old clients know no other. */
-  const unknownTemplateAs400 = (error: unknown): never => {
-    if (error instanceof AenvError && error.code === "template_not_found") {
+  /** What all ways to make a sandbox have in common. */
+  const wishesOf = (
+    body: CreateBody,
+    timeout: number | undefined,
+    secure: boolean,
+    allowInternetAccess: boolean | undefined,
+  ) => ({
+    timeoutSeconds: timeout ?? defaultTimeoutSeconds,
+    onTimeout: body.autoPause ? ("pause" as const) : ("kill" as const),
+    autoResume: body.autoResume?.enabled ?? false,
+    secure,
+    metadata: body.metadata ?? {},
+    envVars: body.envVars ?? {},
+    ...(body.network === undefined ? {} : { network: body.network }),
+    ...(allowInternetAccess === undefined ? {} : { allowInternetAccess }),
+  });
+  const fromTemplate = (
+    body: WarmBody,
+    timeout: number | undefined,
+    secure: boolean,
+  ): CreateSandboxRequest => ({
+    ...wishesOf(body, timeout, secure, body.allow_internet_access),
+    template: body.templateID,
+    ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
+  });
+
+  /** A call that starts a sandbox and can be repeated under one Idempotency-Key. */
+  const createRoute = <Body extends CreateBody>(given: {
+    readonly path: string;
+    readonly summary: string;
+    readonly body: z.ZodType<Body>;
+    readonly errors: readonly number[];
+    readonly start: (body: Body) => Promise<SandboxRecord>;
+  }): Route =>
+    route<z.ZodObject<Record<never, never>>, z.ZodType<Body>>({
+      method: "POST",
+      path: given.path,
+      summary: given.summary,
+      tag: "sandboxes",
+      authenticated: true,
+      body: given.body,
+      success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
+      errors: given.errors,
+      run: async ({ request, body }) => {
+        refuseUnsupported(body);
+        return idempotent.run(`POST ${given.path}`, request, body, async (): Promise<RouteReply> => {
+          const record = await given.start(body);
+          return {
+            status: 201,
+            json: started(record),
+            headers: {
+              "x-agentenv-sandbox-id": record.id,
+              ...serverTiming(orchestrator.timings(record.id).create),
+            },
+          };
+        });
+      },
+    });
+
+  /** These calls answer 400 where /v2/sandboxes answers 404: their clients know no other. */
+  const asBadRequest = (error: unknown): never => {
+    if (
+      error instanceof AenvError &&
+      (error.code === "template_not_found" || error.code === "image_not_found")
+    ) {
       throw new AenvError({
         code: error.code,
         status: 400,
         message: error.message,
+        cause: error.cause,
         ...(error.remediation === undefined ? {} : { remediation: error.remediation }),
       });
     }
@@ -147,63 +209,36 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
   };
 
   return [
-    route({
-      method: "POST",
+    createRoute({
       path: "/sandboxes",
       summary: "Start a sandbox from a template or snapshot",
-      tag: "sandboxes",
-      authenticated: true,
       body: schema.NewSandbox,
-      success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
       errors: [400, 422, 429],
-      run: async ({ request, body }) => {
-        refuseUnsupported(body);
-        const wanted: CreateSandboxRequest = {
-          template: body.templateID,
-          timeoutSeconds: body.timeout ?? defaultTimeoutSeconds,
-          onTimeout: body.autoPause ? "pause" : "kill",
-          autoResume: body.autoResume?.enabled ?? false,
-          secure: body.secure,
-          metadata: body.metadata ?? {},
-          envVars: body.envVars ?? {},
-          ...(body.network === undefined ? {} : { network: body.network }),
-          ...(body.allow_internet_access === undefined
-            ? {}
-            : { allowInternetAccess: body.allow_internet_access }),
-          ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
-        };
-        return idempotent
-          .run("POST /sandboxes", request, body, () => create(wanted))
-          .catch(unknownTemplateAs400);
-      },
+      start: (body) => orchestrator.create(fromTemplate(body, body.timeout, body.secure)).catch(asBadRequest),
     }),
-    route({
-      method: "POST",
+    createRoute({
       path: "/v2/sandboxes",
       summary: "Start a secured sandbox from a template or snapshot",
-      tag: "sandboxes",
-      authenticated: true,
       body: schema.NewSandboxV2,
-      success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
       errors: [400, 404, 422, 429],
-      run: async ({ request, body }) => {
-        refuseUnsupported(body);
-        const wanted: CreateSandboxRequest = {
-          template: body.templateID,
-          timeoutSeconds: body.timeout,
-          onTimeout: body.autoPause ? "pause" : "kill",
-          autoResume: body.autoResume?.enabled ?? false,
-          secure: true,
-          metadata: body.metadata ?? {},
-          envVars: body.envVars ?? {},
-          ...(body.network === undefined ? {} : { network: body.network }),
-          ...(body.allow_internet_access === undefined
-            ? {}
-            : { allowInternetAccess: body.allow_internet_access }),
-          ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
-        };
-        return idempotent.run("POST /v2/sandboxes", request, body, () => create(wanted));
-      },
+      start: (body) => orchestrator.create(fromTemplate(body, body.timeout, true)),
+    }),
+    createRoute({
+      path: "/sandboxes-cold",
+      summary: "Boot a sandbox from an image, without a template",
+      body: schema.NewColdSandbox,
+      errors: [400, 422, 429, 502, 507],
+      start: (body) =>
+        orchestrator
+          .createCold({
+            ...wishesOf(body, body.timeout, body.secure, body.allowInternetAccess),
+            image: body.image,
+            ...(body.cpuCount === undefined ? {} : { cpuCount: body.cpuCount }),
+            ...(body.memoryMB === undefined ? {} : { memoryMiB: body.memoryMB }),
+            ...(body.diskSizeMB === undefined ? {} : { diskSizeMiB: body.diskSizeMB }),
+            ...(body.extraBootArgs === undefined ? {} : { extraBootArgs: body.extraBootArgs }),
+          })
+          .catch(asBadRequest),
     }),
     route({
       method: "GET",
@@ -363,9 +398,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       success: [{ status: 204, description: "Paused and stored" }],
       errors: [400, 404, 409],
       run: async ({ params, body }) => {
-        if (body.memory === false) {
-          throw badRequest("not supported by this server: memory: false", "unsupported_field");
-        }
+        refuseWithoutMemory(body.memory);
         const id = sandboxId(params);
         await orchestrator.pause(id);
         return { status: 204, headers: serverTiming(orchestrator.timings(id).pause) };
@@ -381,6 +414,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
       errors: [400, 404, 409],
       run: async ({ params, body }) => {
+        refuseWithoutMemory(body.memory);
         const record = await orchestrator.resume(sandboxId(params), body.timeout ?? defaultTimeoutSeconds);
         return {
           status: 201,
@@ -395,7 +429,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         ["/v2/sandboxes/:id/connect", schema.ConnectRequestV2],
       ] as const
     ).map(([path, body]) =>
-      route<z.ZodObject<Record<never, never>>, z.ZodType<{ timeout: number }>>({
+      route<z.ZodObject<Record<never, never>>, z.ZodType<{ timeout: number; memory?: boolean }>>({
         method: "POST",
         path,
         summary: "Make sure the sandbox runs for at least the timeout, resuming it when paused",
@@ -408,6 +442,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         ],
         errors: [400, 404, 409],
         run: async ({ params, body: given }) => {
+          refuseWithoutMemory(given.memory);
           const { record, resumed } = await orchestrator.connect(sandboxId(params), given.timeout);
           return {
             status: resumed ? 201 : 200,

@@ -45,38 +45,72 @@ export const NetworkConfig = component(
   }),
 );
 
-const AutoResume = z.object({ enabled: z.boolean() });
+const AutoResume = z.strictObject({ enabled: z.boolean() });
 
-const createFields = {
-  templateID: z.string().min(1).max(256),
+/*
+ * Who creates a sandbox relies on every wish it names: a field that is not known is an error, never dropped.
+ * Elsewhere unknown fields are ignored, and named in the answer.
+ */
+const anyCreateFields = {
   autoResume: AutoResume.optional(),
-  allow_internet_access: z.boolean().optional(),
   network: NetworkConfig.optional(),
   metadata: StringMap.optional(),
   envVars: StringMap.optional(),
   customExtensionParams: z.record(z.string(), z.unknown()).optional(),
-  mcp: z.union([z.record(z.string(), z.unknown()), z.null()]).optional(),
   volumeMounts: z.array(z.object({ name: z.string(), path: z.string() })).optional(),
-  autoPauseMemory: z.boolean().optional(),
 };
+
+const createFields = {
+  ...anyCreateFields,
+  templateID: z.string().min(1).max(256),
+  allow_internet_access: z.boolean().optional(),
+  mcp: z.union([z.record(z.string(), z.unknown()), z.null()]).optional(),
+  autoPauseMemory: z.boolean().optional(),
+  iam: z.strictObject({ tokens: z.record(z.string(), z.unknown()).optional() }).optional(),
+};
+
+const autoPauseV1 = z.boolean().default(true).describe("Pause at the deadline instead of killing");
+const secureV1 = z.boolean().default(false).describe("The guest agent needs the sandbox's access token");
+const timeoutV1 = TimeoutSeconds.optional().describe("Default: the server's, 15 unless configured otherwise");
 
 export const NewSandbox = component(
   "NewSandbox",
-  z.object({
-    ...createFields,
-    timeout: TimeoutSeconds.optional().describe("Default 15"),
-    autoPause: z.boolean().default(true).describe("Pause at the deadline instead of killing"),
-    secure: z.boolean().default(false).describe("The guest agent needs the sandbox's access token"),
-  }),
+  z.strictObject({ ...createFields, timeout: timeoutV1, autoPause: autoPauseV1, secure: secureV1 }),
 );
 
 export const NewSandboxV2 = component(
   "NewSandboxV2",
-  z.object({
+  z.strictObject({
     ...createFields,
     timeout: TimeoutSeconds.default(300),
     autoPause: z.boolean().default(false),
-    iam: z.object({ tokens: z.record(z.string(), z.unknown()).optional() }).optional(),
+  }),
+);
+
+export const NewColdSandbox = component(
+  "NewColdSandbox",
+  z.strictObject({
+    ...anyCreateFields,
+    image: z.string().min(1).max(512).describe("OCI reference; converted at its first use"),
+    timeout: timeoutV1,
+    autoPause: autoPauseV1,
+    secure: secureV1,
+    allowInternetAccess: z.boolean().optional(),
+    cpuCount: z.int().min(1).max(1024).optional().describe("Default: the server's"),
+    memoryMB: z.int().min(128).max(4_194_304).optional().describe("Default: the server's"),
+    diskSizeMB: z
+      .int()
+      .min(1024)
+      .max(16_777_216)
+      .multipleOf(1024)
+      .optional()
+      .describe("A multiple of 1024; default: the server's. Smaller than that only where it is allowed"),
+    attachedDrives: z.array(z.unknown()).optional(),
+    extraBootArgs: z
+      .string()
+      .max(2048)
+      .optional()
+      .describe("Words for the kernel's command line; those the server does not allow are left out"),
   }),
 );
 
@@ -145,7 +179,10 @@ export const ResumeRequest = component(
     memory: z.boolean().optional(),
   }),
 );
-export const ConnectRequest = component("ConnectRequest", z.object({ timeout: TimeoutSeconds }));
+export const ConnectRequest = component(
+  "ConnectRequest",
+  z.object({ timeout: TimeoutSeconds, memory: z.boolean().optional() }),
+);
 export const ConnectRequestV2 = component(
   "ConnectRequestV2",
   z.object({ timeout: TimeoutSeconds.default(300), memory: z.boolean().optional() }),

@@ -5,6 +5,7 @@ import type { TemplateService } from "../template/types.ts";
 export type ApiOrchestrator = Pick<
   Orchestrator,
   | "create"
+  | "createCold"
   | "get"
   | "list"
   | "kill"

@@ -300,6 +300,17 @@ export const configSchema = z.object({
     default_sandbox_timeout_secs: integer(15),
     auto_resume_min_sandbox_timeout_secs: integer(300),
     persisted_sandbox_store_path: path("$AENV_HOME/persisted-sandboxes", "AENV_PERSISTED_SANDBOX_STORE_PATH"),
+    max_concurrent_starts: integer(16, 1),
+    max_queued_starts: integer(256),
+    max_sandboxes: z.int().min(1, "must be at least 1").optional(),
+    memory_overcommit_ratio: z.number().positive("must be above 0").max(1000).default(2),
+    min_available_memory_mb: integer(512),
+    health_probe: table({
+      enabled: flag(true),
+      interval_ms: integer(10_000, 100),
+      timeout_ms: integer(5000, 1),
+      failures: integer(3, 1),
+    }),
   }),
   pool: table({
     low_watermark: integer(2),
@@ -391,6 +402,7 @@ export const configSchema = z.object({
       env: "AGENTENV_MEMORY_SNAPSHOT_TRACK_DIRTY_PAGES",
       envKind: "flag",
     }),
+    resume_cache_max_size_gb: integer(16),
     background_download: table({
       enable: flag(true),
       delay: integer(0),

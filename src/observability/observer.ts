@@ -97,7 +97,7 @@ class ServerObserver implements NodeObserver {
   readonly #options: ObserverOptions;
   readonly #journal = new Journal(LOG_ENTRIES);
   readonly #watched = new Map<string, Watched>();
-  readonly #creating = new Set<string>();
+  readonly #creating = new Map<string, "create_cold" | "create_warm">();
   readonly #spawns = new Map<string, SpawnCount>();
   readonly #samples = new Gate(CONCURRENT_SAMPLES, "metric samples", 100_000);
   readonly #running = new Set<Promise<void>>();
@@ -166,7 +166,7 @@ class ServerObserver implements NodeObserver {
     this.#measure(event);
     switch (kind) {
       case "creating":
-        this.#creating.add(sandboxId);
+        this.#creating.set(sandboxId, event.cold === true ? "create_cold" : "create_warm");
         break;
       case "created":
       case "forked":
@@ -193,7 +193,8 @@ class ServerObserver implements NodeObserver {
   }
 
   #measure(event: LifecycleEvent): void {
-    const [operation, status] = OPERATIONS[event.kind] ?? [];
+    const [usual, status] = OPERATIONS[event.kind] ?? [];
+    const operation = event.cold === true ? "create_cold" : usual;
     if (operation === undefined || status === undefined) return;
     for (const [stage, ms] of Object.entries(event.phases ?? {})) {
       if (stage !== "total") this.#stages.observe({ operation, stage, status }, ms / 1000);
@@ -413,7 +414,10 @@ class ServerObserver implements NodeObserver {
       if (operation !== undefined) this.#inflight.set({ operation, stage: "total" }, count);
     }
     this.#byState.set({ state: "creating" }, this.#creating.size);
-    this.#inflight.set({ operation: "create_warm", stage: "total" }, this.#creating.size);
+    for (const operation of ["create_warm", "create_cold"]) {
+      const count = [...this.#creating.values()].filter((each) => each === operation).length;
+      this.#inflight.set({ operation, stage: "total" }, count);
+    }
     this.#allocated.set({ resource: "cpu" }, totals.cpu);
     this.#allocated.set({ resource: "memory_bytes" }, totals.memoryBytes);
     let used = 0;

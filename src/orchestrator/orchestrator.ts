@@ -15,14 +15,22 @@ import type {
   RunningSandbox,
   SandboxFactory,
 } from "../sandbox/types.ts";
-import { formatName, parseAlias, parseName } from "../snapshot/index.ts";
+import { contextOfImage, formatName, parseAlias, parseName, pinnedReference } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
 import type { VmExit } from "../vmm/types.ts";
 import { Capacity, type CapacityLimits, type Seat } from "./capacity.ts";
+import {
+  allowedBootWords,
+  type ColdStartOptions,
+  coldDiskSize,
+  coldStartOff,
+  fixedDiskSize,
+} from "./cold.ts";
 import { digestFiles, Pins } from "./pins.ts";
 import { conflict, failure, notFound, shuttingDown, TRANSITIONAL, TRANSITIONS } from "./states.ts";
 import { type RunningDocument, SandboxStore, type Startup } from "./store.ts";
 import type {
+  CreateColdSandboxRequest,
   CreateSandboxRequest,
   ForkOutcome,
   ForkRequest,
@@ -51,6 +59,8 @@ export interface HealthOptions {
 export interface OrchestratorOptions {
   readonly repository: SnapshotRepository;
   readonly sandboxes: SandboxFactory;
+  /** Absent: sandboxes are started from templates only. */
+  readonly cold?: ColdStartOptions;
   /** SQLite file with the sandboxes. */
   readonly statePath: string;
   /** Captures of paused sandboxes: `<id>/<generation>/`. */
@@ -87,6 +97,7 @@ const ADOPTION_TRIES = 3;
 const CHECKPOINTS = "checkpoints";
 const MAX_EVICTION_BACKOFF_MS = 60_000;
 const SHUTDOWN_PASSES = 3;
+const MIB = 1024 * 1024;
 /** Ten years: past it a date is a mistake, not a wish. */
 const MAX_TIMEOUT_SECONDS = 315_360_000;
 
@@ -144,6 +155,14 @@ function newEntry(
   };
 }
 
+/** How the VM of a new sandbox comes to be. */
+interface LaunchPlan {
+  /** Content-addressed files it needs, as far as they are known. */
+  readonly files: readonly string[];
+  readonly start: () => Promise<{ readonly running: RunningSandbox; readonly timings: PhaseTimings }>;
+  readonly cold?: true;
+}
+
 /** How a start is told of. */
 interface LaunchWords {
   readonly done: LifecycleEventKind;
@@ -182,6 +201,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
   #timer: ReturnType<typeof setInterval> | undefined;
   #healthTimer: ReturnType<typeof setInterval> | undefined;
   #closing: Promise<void> | undefined;
+  /** Aborts with the shutdown: what a new sandbox waits for need not come any more. */
+  readonly #ending = new AbortController();
 
   constructor(options: OrchestratorOptions) {
     this.#options = options;
@@ -304,6 +325,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   }
 
   async #shutdown(): Promise<void> {
+    this.#ending.abort(shuttingDown());
     clearInterval(this.#timer);
     clearInterval(this.#healthTimer);
     const failures = new Map<string, unknown>();
@@ -624,7 +646,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       deadlineMs: now + request.timeoutSeconds * 1000,
       startup: startupOf(committed, request.envVars),
     });
-    return this.#launch(entry, committed.state, {
+    return this.#launch(entry, this.#fromState(entry, committed.state), {
       done: "created",
       failed: "create_failed",
       code: "sandbox_create_failed",
@@ -632,25 +654,107 @@ class SandboxOrchestrator implements NodeOrchestrator {
     });
   }
 
-  /** A new sandbox from a captured state. On an error nothing of it is left and it was in no list. */
-  async #launch(entry: Entry, state: CapturedState, words: LaunchWords): Promise<SandboxRecord> {
+  async createCold(request: CreateColdSandboxRequest): Promise<SandboxRecord> {
+    this.#refuseWhenClosing();
+    this.#checkTimeout(request.timeoutSeconds);
+    egressOf(request);
+    const { cold } = this.#options;
+    if (cold === undefined) throw coldStartOff();
+    const { image, extraBootArgs = "", diskSizeMiB: wantedSize, ...wishes } = request;
+    const bootWords = allowedBootWords(extraBootArgs, cold.allowedBootArgsPrefixes);
+    const diskSizeMiB = coldDiskSize(wantedSize, cold);
+    const now = this.#now();
+    const { cpuCount = cold.cpuCount, memoryMiB = cold.memoryMiB } = wishes;
+    const entry = newEntry({
+      id: newId(),
+      state: "creating",
+      record: {
+        ...wishes,
+        templateId: image,
+        startedAt: isoTime(now),
+        endAt: isoTime(now + request.timeoutSeconds * 1000),
+        cpuCount,
+        memoryMiB,
+        diskSizeMiB,
+        // Until its agent has told: what is listed has been asked.
+        envdVersion: "0.0.0",
+      },
+      deadlineMs: now + request.timeoutSeconds * 1000,
+      startup: { envVars: request.envVars },
+    });
+    const start = async () => {
+      const began = performance.now();
+      const resolved = await cold.images.resolve(image, {
+        virtualSizeBytes: diskSizeMiB * MIB,
+        signal: this.#ending.signal,
+      });
+      const resolveMs = Math.round((performance.now() - began) * 100) / 100;
+      const { lowers, virtualSizeBytes } = resolved;
+      const files = lowers.map(({ file }) => file);
+      using _ = cold.images.hold(files);
+      if (wantedSize !== undefined && virtualSizeBytes !== wantedSize * MIB) {
+        throw fixedDiskSize(image, virtualSizeBytes);
+      }
+      this.#pin(entry, files);
+      entry.startup = startupOf(
+        { context: contextOfImage(resolved.config), imageReference: pinnedReference(resolved) },
+        request.envVars,
+      );
+      const running = await this.#startInstance(entry, () =>
+        this.#options.sandboxes.boot({
+          identity: this.#identity(entry),
+          shape: { vcpuCount: cpuCount, memoryMiB },
+          rootfs: { lowers, virtualSizeBytes },
+          extraBootArgs: bootWords,
+          egress: egressOf(entry.record),
+        }),
+      );
+      const { total = 0, ...phases } = running.timings;
+      return { running, timings: { resolve_rootfs: resolveMs, ...phases, total: total + resolveMs } };
+    };
+    return this.#launch(
+      entry,
+      { files: [], start, cold: true },
+      {
+        done: "created",
+        failed: "create_failed",
+        code: "sandbox_create_failed",
+        message: `no sandbox could be started from image ${image}`,
+      },
+    );
+  }
+
+  #fromState(entry: Entry, state: CapturedState): LaunchPlan {
+    const start = async () => {
+      const running = await this.#resumeInstance(entry, state);
+      return { running, timings: running.timings };
+    };
+    return { files: digestFiles(state), start };
+  }
+
+  /** A new sandbox. On an error nothing of it is left and it was in no list. */
+  async #launch(entry: Entry, plan: LaunchPlan, words: LaunchWords): Promise<SandboxRecord> {
     entry.seat = this.#capacity.take(entry.record.memoryMiB);
     this.#entries.set(entry.id, entry);
-    this.#pin(entry, digestFiles(state));
-    this.#emit("creating", entry.id);
+    this.#pin(entry, plan.files);
+    const cold = plan.cold === undefined ? {} : { cold: plan.cold };
+    this.#emit("creating", entry.id, cold);
     const began = performance.now();
     return this.#track(entry, async () => {
       let running: RunningSandbox | undefined;
       try {
-        running = await this.#startInstance(entry, state);
+        const started = await plan.start();
+        running = started.running;
+        const { timings } = started;
         this.#attach(entry, running);
-        entry.timings.create = running.timings;
+        entry.timings.create = timings;
         this.#setDeadline(entry, entry.record.timeoutSeconds, "exact");
         this.#db.putRunning(this.#runningDocument(entry));
         this.#rest(entry);
         this.#emit(words.done, entry.id, {
           durationMs: performance.now() - began,
-          phases: running.timings,
+          phases: timings,
+          ...cold,
         });
         return this.#view(entry);
       } catch (error) {
@@ -660,6 +764,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
         this.#emit(words.failed, entry.id, {
           durationMs: performance.now() - began,
           reason: errorChain(error)[0] ?? "unknown cause",
+          ...cold,
         });
         if (error instanceof AenvError && error.code === "shutting_down") throw error;
         this.#log.error({ err: error, sandboxId: entry.id }, words.message);
@@ -680,16 +785,22 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
   }
 
-  /** Starts a VM from a captured state; on return it runs and the server is not shutting down. */
-  async #startInstance(entry: Entry, state: CapturedState): Promise<RunningSandbox> {
-    const running = await this.#starts.run(async () => {
-      // It may have waited for its turn.
-      this.#refuseWhenClosing();
-      return this.#options.sandboxes.resume({
+  #resumeInstance(entry: Entry, state: CapturedState): Promise<RunningSandbox> {
+    return this.#startInstance(entry, () =>
+      this.#options.sandboxes.resume({
         identity: this.#identity(entry),
         state,
         egress: egressOf(entry.record),
-      });
+      }),
+    );
+  }
+
+  /** Starts a VM when it is its turn; on return it runs and the server is not shutting down. */
+  async #startInstance(entry: Entry, start: () => Promise<RunningSandbox>): Promise<RunningSandbox> {
+    const running = await this.#starts.run(async () => {
+      // It may have waited for its turn.
+      this.#refuseWhenClosing();
+      return start();
     });
     entry.seat?.started();
     if (this.#closing === undefined) return running;
@@ -999,7 +1110,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       startup: source.startup,
     });
     try {
-      const record = await this.#launch(child, state, {
+      const record = await this.#launch(child, this.#fromState(child, state), {
         done: "forked",
         failed: "fork_failed",
         code: "sandbox_fork_failed",
@@ -1192,7 +1303,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     try {
       entry.seat = this.#capacity.take(record.memoryMiB);
       this.#db.setLifecycle(entry.id, "resuming");
-      running = await this.#startInstance(entry, paused.state);
+      running = await this.#resumeInstance(entry, paused.state);
       this.#attach(entry, running);
       this.#setDeadline(entry, timeoutSeconds, "exact");
       this.#db.setResumed(this.#runningDocument(entry));
@@ -1423,6 +1534,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   // ---- garbage ----------------------------------------------------------------------------------
 
+  pinnedFiles(): ReadonlySet<string> {
+    return this.#pins.files;
+  }
+
   async collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }> {
     return this.#options.repository.collect(this.#pins.files);
   }
@@ -1440,7 +1555,7 @@ function nameTaken(name: string, templateId: string | undefined, cause?: unknown
 
 /** What sandboxes of a template or snapshot are started with, the request's variables on top. */
 function startupOf(
-  committed: NonNullable<SnapshotRecord["committed"]>,
+  committed: Pick<NonNullable<SnapshotRecord["committed"]>, "context" | "imageReference">,
   envVars: Readonly<Record<string, string>>,
 ): Startup {
   const { envVars: own, user, workdir, ...image } = committed.context;

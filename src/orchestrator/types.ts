@@ -30,7 +30,7 @@ export interface NetworkUpdate {
 /** Metadata record of one sandbox; what lists show and what is persisted. Times are ISO 8601 UTC. */
 export interface SandboxRecord {
   readonly id: string;
-  /** Template or snapshot it was started from. */
+  /** Template or snapshot it was started from; for a cold start the image reference. */
   readonly templateId: string;
   readonly alias?: string;
   readonly state: SandboxState;
@@ -54,9 +54,7 @@ export interface SandboxRecord {
   readonly unresponsiveSince?: string;
 }
 
-export interface CreateSandboxRequest {
-  /** Id, alias, `alias:tag`, `ns/alias`, or a snapshot's id or name. */
-  readonly template: string;
+interface SandboxWishes {
   readonly timeoutSeconds: number;
   readonly onTimeout: "kill" | "pause";
   readonly autoResume: boolean;
@@ -65,7 +63,24 @@ export interface CreateSandboxRequest {
   readonly envVars: Readonly<Record<string, string>>;
   readonly network?: NetworkConfig;
   readonly allowInternetAccess?: boolean;
+}
+
+export interface CreateSandboxRequest extends SandboxWishes {
+  /** Id, alias, `alias:tag`, `ns/alias`, or a snapshot's id or name. */
+  readonly template: string;
   readonly mcp?: unknown;
+}
+
+/** A sandbox that boots from an image. */
+export interface CreateColdSandboxRequest extends SandboxWishes {
+  /** OCI reference. */
+  readonly image: string;
+  /** Absent, like the next two: the node's default. */
+  readonly cpuCount?: number;
+  readonly memoryMiB?: number;
+  readonly diskSizeMiB?: number;
+  /** Words for the kernel; those the node does not allow are left out. */
+  readonly extraBootArgs?: string;
 }
 
 /** Where the proxy sends a request, or why it cannot. */
@@ -123,6 +138,8 @@ export interface LifecycleEvent {
   readonly phases?: PhaseTimings;
   /** Why, for failures and ends. */
   readonly reason?: string;
+  /** It boots from an image and not from a captured state. */
+  readonly cold?: true;
 }
 
 export interface ForkRequest {
@@ -167,6 +184,11 @@ export interface Orchestrator extends AsyncDisposable {
    */
   start(): Promise<unknown>;
   create(request: CreateSandboxRequest): Promise<SandboxRecord>;
+  /**
+   * Boots a sandbox from an image, which is downloaded and converted when it is not here. Errors:
+   * those of the image service, `disk_shrink_refused`, `disk_size_fixed`, `invalid_boot_args` 400.
+   */
+  createCold(request: CreateColdSandboxRequest): Promise<SandboxRecord>;
   get(id: string): SandboxRecord;
   /** All sandboxes that a list may show, in no particular order. */
   list(): SandboxRecord[];
@@ -215,6 +237,8 @@ export interface Orchestrator extends AsyncDisposable {
 /** What the server needs beyond what requests need. */
 export interface NodeOrchestrator extends Orchestrator {
   start(): Promise<StartReport>;
+  /** Layer files that sandboxes, running or paused, are made of and share with others. */
+  pinnedFiles(): ReadonlySet<string>;
   /** Removes stored layers that no template, snapshot, running or paused sandbox uses. */
   collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }>;
 }

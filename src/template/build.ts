@@ -12,6 +12,7 @@ import type {
   RunningSandbox,
   SandboxFactory,
 } from "../sandbox/types.ts";
+import { contextOfImage, pinnedReference } from "../snapshot/index.ts";
 import type { SnapshotRepository, StartupContext } from "../snapshot/types.ts";
 import { extractIfTar, listArchive, selectSource } from "./archive.ts";
 import { type CopyRequest, copyIntoGuest } from "./copy.ts";
@@ -215,12 +216,9 @@ export class Build {
     // The layers must be there until they are part of a snapshot.
     stack.use(images.hold(image.lowers.map(({ file }) => file)));
     const { config, lowers, virtualSizeBytes } = image;
-    const pinned = image.reference.includes("@")
-      ? image.reference
-      : `${image.reference.replace(/:[^/:]+$/, "")}@${image.manifestDigest}`;
     return {
       resources: shape,
-      imageReference: pinned,
+      imageReference: pinnedReference(image),
       key: chainKey(cacheEpoch, [
         "image",
         image.manifestDigest,
@@ -228,18 +226,7 @@ export class Build {
         virtualSizeBytes,
         shape,
       ]),
-      context: {
-        envVars: config.env,
-        ...(config.workingDir === undefined || config.workingDir === ""
-          ? {}
-          : { workdir: config.workingDir }),
-        ...(config.user === undefined || config.user === "" ? {} : { user: config.user }),
-        exposedPorts: config.exposedPorts,
-        ...(config.entrypoint === undefined ? {} : { entrypoint: config.entrypoint }),
-        ...(config.cmd === undefined ? {} : { cmd: config.cmd }),
-        volumes: config.volumes,
-        labels: config.labels,
-      },
+      context: contextOfImage(config),
       start: (identity) => {
         log.add("info", `booting ${image.reference}`, "base");
         return sandboxes.boot({

@@ -48,6 +48,7 @@ async function serve(): Promise<void> {
   const unused = () => Promise.reject(new Error("not part of this measurement"));
   const orchestrator = {
     create: unused,
+    createCold: unused,
     kill: unused,
     pause: unused,
     resume: unused,

@@ -125,6 +125,8 @@ export class FakeSandbox implements RunningSandbox {
     this.inits += 1;
   }
 
+  /** What it was booted from, when it was. */
+  boot: BootSpec | undefined;
   egress: EgressPolicy | undefined;
   async applyEgress(policy: EgressPolicy): Promise<void> {
     this.#mustLive("egress policy");
@@ -187,7 +189,10 @@ export class FakeSandboxFactory implements SandboxFactory {
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {
-    return this.#start(spec.identity, 0);
+    const sandbox = await this.#start(spec.identity, 0);
+    sandbox.boot = spec;
+    sandbox.egress = spec.egress;
+    return sandbox;
   }
 
   async resume(spec: ResumeSpec): Promise<RunningSandbox> {
