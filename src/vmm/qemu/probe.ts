@@ -109,10 +109,17 @@ export async function bootProbe(
   limits: { readonly silenceMs: number; readonly totalMs: number },
 ): Promise<ModeVerdict> {
   const dir = mkdtempSync(join(tmpdir(), "aenv-probe-"));
+  let child: Bun.Subprocess<"ignore", "ignore", "pipe"> | undefined;
+  const clear = () => {
+    child?.kill("SIGKILL");
+    rmSync(dir, { recursive: true, force: true });
+  };
+  // A server that is stopped does not wait for its probe.
+  process.once("exit", clear);
   try {
     const consolePath = join(dir, "console");
     await writeFile(join(dir, "initrd"), probeInitrd());
-    const child = Bun.spawn(
+    child = Bun.spawn(
       [
         // A guest that spins must not do so for ever when this process is killed.
         ...["/bin/sh", "-c", 'ulimit -t 30; exec "$@"', "sh"],
@@ -174,7 +181,8 @@ export async function bootProbe(
     await stderr;
     return verdict;
   } finally {
-    rmSync(dir, { recursive: true, force: true });
+    process.off("exit", clear);
+    clear();
   }
 }
 
