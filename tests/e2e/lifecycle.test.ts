@@ -323,6 +323,12 @@ test("a server killed under running sandboxes: the next one has them, with their
   const before = await Sandbox.getInfo(id, connection);
   const vms = (await hostObjects(server)).filter((line) => line.includes("qemu"));
   await server.kill9();
+  // A server that finds its port taken says so before it takes anything over.
+  const { hostname, port } = new URL(server.url);
+  const squatter = Bun.listen({ hostname, port: Number(port), socket: { data: () => undefined } });
+  const refused = await server.run(["serve"]);
+  squatter.stop(true);
+  expect(refused).toMatchObject({ exitCode: 1, stderr: expect.stringContaining("in use by another process") });
   await server.start();
   const after = await Sandbox.getInfo(id, connection);
   expect(after).toEqual(before);
