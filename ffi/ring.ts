@@ -10,6 +10,7 @@ const shim = bindShim({
   aenv_ring_read: { args: ["ptr", "i32", "ptr", "f64", "u32", "f64", "u32"], returns: "i32" },
   aenv_ring_write: { args: ["ptr", "i32", "ptr", "f64", "u32", "f64", "u32"], returns: "i32" },
   aenv_ring_fdatasync: { args: ["ptr", "i32", "u32"], returns: "i32" },
+  aenv_ring_fsync: { args: ["ptr", "i32", "u32"], returns: "i32" },
   aenv_ring_submit: { args: ["ptr", "u32", "ptr", "u32"], returns: "i32" },
   aenv_ring_arm: { args: ["ptr"], returns: "i32" },
 });
@@ -80,6 +81,10 @@ export class Ring implements Disposable {
 
   prepareDataSync(fd: number, tag: number): void {
     check(shim.aenv_ring_fdatasync(this.#open(), fd, tag), "ring: fdatasync");
+  }
+
+  prepareSync(fd: number, tag: number): void {
+    check(shim.aenv_ring_fsync(this.#open(), fd, tag), "ring: fsync");
   }
 
   #checkRange(view: Uint8Array, viewOffset: number, length: number, offset: number): void {

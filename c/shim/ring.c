@@ -94,15 +94,24 @@ AENV_EXPORT int32_t aenv_ring_write(void *handle, int32_t fd, const void *buffer
 	return 0;
 }
 
-AENV_EXPORT int32_t aenv_ring_fdatasync(void *handle, int32_t fd, uint32_t tag)
+static int32_t prepare_sync(struct ring *ring, int32_t fd, unsigned flags, uint32_t tag)
 {
-	struct ring *ring = handle;
 	struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
 	if (sqe == NULL)
 		return -EBUSY;
-	io_uring_prep_fsync(sqe, fd, IORING_FSYNC_DATASYNC);
+	io_uring_prep_fsync(sqe, fd, flags);
 	io_uring_sqe_set_data64(sqe, tag);
 	return 0;
+}
+
+AENV_EXPORT int32_t aenv_ring_fdatasync(void *handle, int32_t fd, uint32_t tag)
+{
+	return prepare_sync(handle, fd, IORING_FSYNC_DATASYNC, tag);
+}
+
+AENV_EXPORT int32_t aenv_ring_fsync(void *handle, int32_t fd, uint32_t tag)
+{
+	return prepare_sync(handle, fd, 0, tag);
 }
 
 AENV_EXPORT int32_t aenv_ring_submit(void *handle, uint32_t wait, int32_t *results, uint32_t capacity)

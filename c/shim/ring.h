@@ -27,6 +27,7 @@ int32_t aenv_ring_read(void *ring, int32_t fd, void *buffer, double buffer_offse
 int32_t aenv_ring_write(void *ring, int32_t fd, const void *buffer, double buffer_offset, uint32_t length,
                         double offset, uint32_t tag);
 int32_t aenv_ring_fdatasync(void *ring, int32_t fd, uint32_t tag);
+int32_t aenv_ring_fsync(void *ring, int32_t fd, uint32_t tag);
 
 /* Hands prepared requests to the kernel, waits for at least `wait` results, and takes up to `capacity` of
  * them: (tag, result) pairs in `results`, the result as the system call would give it (count or -errno).

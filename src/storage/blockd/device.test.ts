@@ -7,9 +7,9 @@ import { AenvError } from "../../lib/errors.ts";
 import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { BufferPool, NbdErrno } from "../export/nbd/index.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
-import { openIoEngine } from "../io/index.ts";
+import { type IoEngine, openIoEngine } from "../io/index.ts";
 import { createLayerWriter, openStack } from "../overlaybd/index.ts";
-import type { LayerStack } from "../overlaybd/types.ts";
+import type { LayerStack, UpperRef } from "../overlaybd/types.ts";
 import { alignedAccess } from "./aligned.ts";
 import { openDevice } from "./device.ts";
 
@@ -87,7 +87,9 @@ function memoryStack(): MemoryStack {
     *mappedExtents() {
       yield { offsetBytes: 0, lengthBytes: SIZE, zeroed: false };
     },
-    restack(sealedPath) {
+    restack: (sealedPath) => ({ file: sealedPath }),
+    *restackSteps(sealedPath) {
+      yield [{ name: "record", datasync: () => undefined }];
       if (faults.restack !== undefined) throw faults.restack;
       return { file: sealedPath };
     },
@@ -114,7 +116,7 @@ function memoryStack(): MemoryStack {
   };
 }
 
-function open(stack: LayerStack, name: string) {
+async function open(stack: LayerStack, name: string, io: IoEngine = engine) {
   const socketPath = join(dir, `${name}.sock`);
   const device = openDevice(
     {
@@ -128,7 +130,11 @@ function open(stack: LayerStack, name: string) {
     {
       openStack: () => stack,
       pool: new BufferPool(),
-      engine,
+      ublk: () => {
+        throw new Error("not here");
+      },
+      ublkStamp: 1,
+      engine: io,
       nowhere: new Uint8Array(new ArrayBuffer(256 << 10)),
       log: pino({ level: "silent" }),
     },
@@ -315,6 +321,74 @@ test("a restack that fails half-way makes the device refuse everything, any othe
   await expect(restack()).rejects.toThrow("half-way");
   await expect(client.read(2, 0, 512)).rejects.toThrow(`${NbdErrno.EIO}`);
   await expect(restack()).rejects.toThrow("cannot be used any more");
+});
+
+test("while a restack waits for the disk reads and writes go on, flushes wait, and nothing is lost", async () => {
+  const name = (what: string) => join(dir, `busy-${what}`);
+  const upper: UpperRef = { data: name("data"), index: name("index") };
+  const stack = openStack({ lowers: [], upper, virtualSizeBytes: SIZE });
+  const held: (() => void)[] = [];
+  let hold = false;
+  const slow =
+    <T>(sync: (fd: number, what: string) => Promise<T>) =>
+    async (fd: number, what: string): Promise<T> => {
+      if (hold) await new Promise<void>((resolve) => held.push(resolve));
+      return sync.call(engine, fd, what);
+    };
+  const slowEngine: IoEngine = {
+    kind: engine.kind,
+    reason: engine.reason,
+    read: (...args) => engine.read(...args),
+    write: (...args) => engine.write(...args),
+    datasync: slow(engine.datasync),
+    sync: slow(engine.sync),
+    stats: () => engine.stats(),
+    [Symbol.asyncDispose]: async () => undefined,
+  };
+  const { device, socketPath } = await open(stack, "busy", slowEngine);
+  await using _ = device;
+  using client = await RawClient.open(socketPath, "busy");
+  let cookie = 0;
+  const write = async (offset: number, value: number) => {
+    client.send(request(Command.write, ++cookie, offset, 512, 0, new Uint8Array(512).fill(value)));
+    expect(await client.answer()).toMatchObject({ cookie, error: 0 });
+  };
+  await write(0, 1);
+  await write(512, 2);
+  hold = true;
+  const sealed = name("sealed");
+  const fresh: UpperRef = { data: name("data2"), index: name("index2") };
+  const restacked = device.restack(sealed, fresh);
+  let flushed: Promise<void> | undefined;
+  let waits = 0;
+  const done = restacked.then(() => true);
+  for (;;) {
+    const state = await Promise.race([done, Bun.sleep(1).then(() => (held.length > 0 ? "held" : "idle"))]);
+    if (state === true) break;
+    if (state === "idle") continue;
+    waits++;
+    await write(1024 * waits, 10 + waits);
+    expect((await client.read(++cookie, 0, 512))[0]).toBe(1);
+    expect((await client.read(++cookie, 1024 * waits, 512))[0]).toBe(10 + waits);
+    for (const go of held.splice(0)) go();
+    if (waits < 3) continue;
+    flushed ??= device.flush();
+  }
+  expect(waits).toBeGreaterThanOrEqual(4);
+  hold = false;
+  for (const go of held.splice(0)) go();
+  await flushed;
+  expect(device.image.lowers.map((layer) => layer.file)).toEqual([sealed]);
+  for (let i = 1; i <= waits; i++) {
+    expect((await client.read(++cookie, 1024 * i, 512))[0]).toBe(10 + i);
+  }
+  await device[Symbol.asyncDispose]();
+  using again = openStack({ lowers: [{ file: sealed }], upper: fresh });
+  const got = new Uint8Array(512);
+  for (let i = 1; i <= waits; i++) {
+    again.read(1024 * i, got);
+    expect(got[0]).toBe(10 + i);
+  }
 });
 
 test("a seventeenth connection is turned away", async () => {

@@ -9,11 +9,18 @@ import {
   serveNbd,
 } from "../export/nbd/index.ts";
 import type { IoEngine } from "../io/index.ts";
-import type { ImageConfig, LayerRef, LayerStack, OverlaybdRoom, UpperRef } from "../overlaybd/types.ts";
+import type {
+  ImageConfig,
+  LayerRef,
+  LayerStack,
+  OverlaybdRoom,
+  RestackSteps,
+  UpperRef,
+} from "../overlaybd/types.ts";
 import { alignedAccess } from "./aligned.ts";
 import { Compaction } from "./compaction.ts";
 import { Fetcher } from "./fetch.ts";
-import { Flusher } from "./flusher.ts";
+import { Flusher, syncAll } from "./flusher.ts";
 import { DurationHistogram } from "./histogram.ts";
 import type { BlockdStats } from "./protocol.ts";
 import type { OpenRequest } from "./worker-protocol.ts";
@@ -87,6 +94,21 @@ function checkUpperExists(image: ImageConfig): void {
     message: `the device's writable layer ${upper.data} is gone`,
     remediation: "release the device; what was written to it is lost unless the file can be put back",
   });
+}
+
+/** Carries out a restack with its syncs on the engine. */
+async function drive(steps: RestackSteps, engine: IoEngine): Promise<LayerRef> {
+  let step = steps.next();
+  while (step.done !== true) {
+    try {
+      await syncAll(step.value, engine);
+    } catch (error) {
+      step = steps.throw(error);
+      continue;
+    }
+    step = steps.next();
+  }
+  return step.value;
 }
 
 function deviceTerminal(deviceId: string, cause: unknown): AenvError {
@@ -240,7 +262,7 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
       return flusher.exclusive(() => {
         usable();
         try {
-          return stack.restack(sealedPath, freshUpper);
+          return await drive(stack.restackSteps(sealedPath, freshUpper), engine);
         } catch (error) {
           if (error instanceof AenvError && error.code === "restack_terminal") terminal = error;
           throw error;

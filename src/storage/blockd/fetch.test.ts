@@ -35,6 +35,7 @@ function rig(options: { evict?: boolean; failing?: boolean } = {}) {
     },
     write: () => Promise.reject(new Error("not here")),
     datasync: () => Promise.reject(new Error("not here")),
+    sync: () => Promise.reject(new Error("not here")),
     stats: () => ({ inFlight: 0, waiting: 0, requests: 0, submits: 0 }),
     [Symbol.asyncDispose]: async () => undefined,
   };

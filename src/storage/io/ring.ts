@@ -166,6 +166,10 @@ export class RingEngine implements IoEngine {
     check(await this.#run(undefined, (tag) => this.#ring.prepareDataSync(fd, tag)), `fdatasync of ${what}`);
   }
 
+  async sync(fd: number, what: string): Promise<void> {
+    check(await this.#run(undefined, (tag) => this.#ring.prepareSync(fd, tag)), `fsync of ${what}`);
+  }
+
   stats(): IoEngineStats {
     return {
       inFlight: this.#inFlight(),

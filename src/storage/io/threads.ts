@@ -1,4 +1,10 @@
-import { fdatasync as fsDataSync, read as fsRead, write as fsWrite, type NoParamCallback } from "node:fs";
+import {
+  fdatasync as fsDataSync,
+  read as fsRead,
+  fsync as fsSync,
+  write as fsWrite,
+  type NoParamCallback,
+} from "node:fs";
 import type { IoEngine, IoEngineStats } from "./types.ts";
 
 /** The runtime's thread pool, for hosts where io_uring is missing or switched off. */
@@ -63,6 +69,10 @@ export class ThreadEngine implements IoEngine {
 
   async datasync(fd: number, what: string): Promise<void> {
     await this.#run<void>(`fdatasync of ${what}`, (callback: NoParamCallback) => fsDataSync(fd, callback));
+  }
+
+  async sync(fd: number, what: string): Promise<void> {
+    await this.#run<void>(`fsync of ${what}`, (callback: NoParamCallback) => fsSync(fd, callback));
   }
 
   stats(): IoEngineStats {

@@ -26,6 +26,8 @@ export interface IoEngine extends AsyncDisposable {
   ): Promise<void>;
   /** The file's data, and the size needed to find it, on stable storage. */
   datasync(fd: number, what: string): Promise<void>;
+  /** The same with all that is known about the file; of a directory: the names in it. */
+  sync(fd: number, what: string): Promise<void>;
   stats(): IoEngineStats;
   /** Waits for what is in flight, then gives everything back. */
   [Symbol.asyncDispose](): Promise<void>;

@@ -82,6 +82,15 @@ const failingDisk: Disk = {
     change("syncDirectoriesOf");
     hostDisk.syncDirectoriesOf(...files);
   },
+  directoriesOf: (...files) =>
+    hostDisk.directoriesOf(...files).map((directory) => ({
+      name: directory.name,
+      datasync() {
+        change("syncDirectoriesOf");
+        directory.datasync();
+      },
+      [Symbol.dispose]: () => directory[Symbol.dispose](),
+    })),
 };
 
 const openStack = (config: ImageConfig) => openStackOn(config, { disk: failingDisk });

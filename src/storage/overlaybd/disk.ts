@@ -10,6 +10,7 @@ import {
 } from "node:fs";
 import { dirname } from "node:path";
 import * as io from "../../../ffi/io.ts";
+import type { SyncTarget } from "./types.ts";
 
 /**
  * An open file. Offsets and lengths are bytes; buffers are a view plus an offset into it. Every failure
@@ -44,6 +45,9 @@ export interface DiskFile {
   close(): void;
 }
 
+/** An open directory whose names can be made durable. */
+export interface DirectorySync extends SyncTarget, Disposable {}
+
 /**
  * The file system as this room uses it: the host's, or in tests one in memory that can lose power. What is
  * not here is not used, so a simulation of these calls is a simulation of the room.
@@ -65,6 +69,8 @@ export interface Disk {
   removeIfPresent(file: string): void;
   /** Makes creations, renames and removals in the directories of these files durable. */
   syncDirectoriesOf(...files: readonly string[]): void;
+  /** The same for callers that sync elsewhere than on this thread; the caller closes them. */
+  directoriesOf(...files: readonly string[]): DirectorySync[];
   /** True when both names are links to one file. */
   sameFile(a: string, b: string): boolean;
   /** Names the file system that holds a directory. */
@@ -160,14 +166,29 @@ export const hostDisk: Disk = {
     }
   },
   syncDirectoriesOf(...files) {
-    for (const directory of new Set(files.map((file) => dirname(file)))) {
-      const fd = openFd(directory, constants.O_RDONLY | constants.O_DIRECTORY);
-      try {
-        io.fsync(fd, directory);
-      } finally {
-        closeSync(fd);
-      }
+    for (const directory of this.directoriesOf(...files)) {
+      using opened = directory;
+      opened.datasync();
     }
+  },
+  directoriesOf(...files) {
+    const opened: DirectorySync[] = [];
+    try {
+      for (const directory of new Set(files.map((file) => dirname(file)))) {
+        const fd = openFd(directory, constants.O_RDONLY | constants.O_DIRECTORY);
+        opened.push({
+          name: directory,
+          fd,
+          names: true,
+          datasync: () => io.fsync(fd, directory),
+          [Symbol.dispose]: () => closeSync(fd),
+        });
+      }
+    } catch (error) {
+      for (const directory of opened) directory[Symbol.dispose]();
+      throw error;
+    }
+    return opened;
   },
   sameFile(a, b) {
     if (!existsSync(a) || !existsSync(b)) return false;
@@ -187,6 +208,41 @@ export function temporaryName(target: string): string {
   return `${target}.tmp-${process.pid}-${crypto.randomUUID().slice(0, 8)}`;
 }
 
+/** A file that waits under a temporary name to take the place of another. */
+export interface StagedFile {
+  /** To be synced before {@link place}. */
+  readonly file: DiskFile;
+  /** Renames it over the target. The directory is the caller's to sync. */
+  place(): void;
+  /** Instead: removes it. */
+  discard(): void;
+}
+
+/** `replaceFile` in steps, for callers that sync elsewhere than on this thread. */
+export function stageFile(disk: Disk, target: string, write: (file: DiskFile) => void): StagedFile {
+  const temporary = `${target}.tmp`;
+  disk.removeIfPresent(temporary);
+  const file = disk.create(temporary);
+  const discard = () => {
+    file.close();
+    disk.removeIfPresent(temporary);
+  };
+  try {
+    write(file);
+  } catch (error) {
+    discard();
+    throw error;
+  }
+  return {
+    file,
+    place() {
+      disk.rename(temporary, target);
+      file.close();
+    },
+    discard,
+  };
+}
+
 /**
  * Writes a whole file under a temporary name, syncs it and renames it over `target`, so that a crash leaves
  * the old or the new one. The directory is the caller's to sync. For files of one owner: the temporary name
@@ -198,18 +254,13 @@ export function replaceFile(
   write: (file: DiskFile) => void,
   durability: "synced" | "unsynced" = "synced",
 ): void {
-  const temporary = `${target}.tmp`;
-  disk.removeIfPresent(temporary);
-  const file = disk.create(temporary);
+  const staged = stageFile(disk, target, write);
   try {
-    write(file);
-    if (durability === "synced") file.sync();
-    disk.rename(temporary, target);
+    if (durability === "synced") staged.file.sync();
+    staged.place();
   } catch (error) {
-    disk.removeIfPresent(temporary);
+    staged.discard();
     throw error;
-  } finally {
-    file.close();
   }
 }
 

@@ -1,22 +1,26 @@
 import { AenvError } from "../../lib/errors.ts";
-import { type Disk, replaceFile } from "./disk.ts";
+import { type Disk, type DiskFile, replaceFile, type StagedFile, stageFile } from "./disk.ts";
 import { inspectLayer } from "./inspect.ts";
-import { readDataHeader } from "./lsmt/upper-files.ts";
-import type { ImageConfig, LayerRef, UpperRef } from "./types.ts";
+import { createUpperFiles, hasContent, readDataHeader } from "./lsmt/upper-files.ts";
+import type { ImageConfig, LayerRef, RestackSteps, UpperRef } from "./types.ts";
 
 /**
- * A restack changes three things at three moments: the upper's data file gets a trailer, is renamed to the
- * sealed path, and a fresh upper takes its place; later the owner of the image config stores the new one.
- * A record beside the upper (`<data>.restack`) is written before the first and says what is meant, so that
- * opening the old config after a crash finds out:
+ * A restack: a record beside the upper (`<data>.restack`) says what is meant; a fresh upper is made and the upper's
+ * data file gets its index and trailer; from then on writes go to the fresh upper; the data file is synced and
+ * renamed to the sealed path; later the owner of the image config stores the new one. Only three moments wait for
+ * the disk: the record's content is durable before it gets its name, the data file's before it gets the sealed
+ * name, and the names before the restack is said to be done. The fresh upper is durable with its first flush,
+ * which comes after that. So opening the old config after a crash finds out:
  *
- * - the data file still has its place: the old state. A trailer on it is cut off again (Upper), fresh files
- *   are removed.
- * - the data file is at the sealed path and the fresh upper exists (in place or waiting beside it): the new
- *   state. What is missing is done and the stack opens as `[...lowers, sealed]` + fresh, with every write
- *   that was acknowledged on either.
+ * - the data file still has its place. With writes on the fresh upper that count (the process was killed, the
+ *   kernel was not: nothing is lost that was in the page cache) what is missing is done; else it is the old state:
+ *   a trailer is cut off again (Upper), fresh files are removed.
+ * - the data file is at the sealed path: the new state. What is missing is done and the stack opens as
+ *   `[...lowers, sealed]` + fresh, with every write that was acknowledged on either. A fresh upper that is not
+ *   there was lost with power before its first flush: it starts empty.
  *
- * Fresh files that replace the old ones by name wait as `<name>.fresh`.
+ * Names become durable in the order they were given, as journalling file systems have it. Fresh files that replace
+ * the old ones by name wait as `<name>.fresh`.
  */
 export interface RestackRecord {
   /** `lowersDigest` of the lowers before. */
@@ -25,6 +29,23 @@ export interface RestackRecord {
   readonly sealedUuid: string;
   readonly fresh: UpperRef;
   readonly freshUuid: string;
+  /** Boot that it was begun under; records of earlier versions have none. */
+  readonly bootId?: string;
+}
+
+/** Carries out steps on this thread. */
+export function runSteps(steps: RestackSteps): LayerRef {
+  let step = steps.next();
+  while (step.done !== true) {
+    try {
+      for (const target of step.value) target.datasync();
+    } catch (error) {
+      step = steps.throw(error);
+      continue;
+    }
+    step = steps.next();
+  }
+  return step.value;
 }
 
 /** Tells lists of lowers apart by their files. */
@@ -57,6 +78,7 @@ function isRecord(value: unknown): value is RestackRecord {
     typeof record.sealedPath === "string" &&
     typeof record.sealedUuid === "string" &&
     typeof record.freshUuid === "string" &&
+    (record.bootId === undefined || typeof record.bootId === "string") &&
     typeof fresh === "object" &&
     fresh !== null &&
     typeof fresh.data === "string" &&
@@ -85,18 +107,30 @@ export function readRecords(disk: Disk, upper: UpperRef): RestackRecord[] {
   return parsed;
 }
 
+function encodeRecords(records: readonly RestackRecord[]): (file: DiskFile) => void {
+  const bytes = new TextEncoder().encode(JSON.stringify(records));
+  return (file) => file.write(0, bytes, 0, bytes.byteLength);
+}
+
 export function writeRecords(disk: Disk, upper: UpperRef, records: readonly RestackRecord[]): void {
   const file = recordPath(upper);
   if (records.length === 0) {
     disk.removeIfPresent(file);
     return;
   }
-  const bytes = new TextEncoder().encode(JSON.stringify(records));
-  replaceFile(disk, file, (out) => out.write(0, bytes, 0, bytes.byteLength));
+  replaceFile(disk, file, encodeRecords(records));
   disk.syncDirectoriesOf(file);
 }
 
-/** Puts the waiting fresh files in place of the old ones and removes an old index that is not replaced. */
+/** The same, to be synced and put in place by the caller. */
+export function stageRecords(disk: Disk, upper: UpperRef, records: readonly RestackRecord[]): StagedFile {
+  return stageFile(disk, recordPath(upper), encodeRecords(records));
+}
+
+/**
+ * Puts the waiting fresh files in place of the old ones and removes an old index that is not replaced. Syncing the
+ * directories is the caller's.
+ */
 export function placeFresh(disk: Disk, fresh: UpperRef, old: UpperRef): void {
   const waiting = waitingUpper(fresh, old);
   // Data last: while it still waits, the record tells that the work is not done.
@@ -104,7 +138,6 @@ export function placeFresh(disk: Disk, fresh: UpperRef, old: UpperRef): void {
     if (disk.exists(waiting.index)) disk.rename(waiting.index, fresh.index);
   }
   if (waiting.data !== fresh.data && disk.exists(waiting.data)) disk.rename(waiting.data, fresh.data);
-  disk.syncDirectoriesOf(fresh.data, ...(fresh.index === undefined ? [] : [fresh.index]));
   if (old.index !== undefined && old.index !== fresh.index && old.index !== fresh.data)
     disk.removeIfPresent(old.index);
 }
@@ -115,6 +148,7 @@ export function removeFresh(disk: Disk, fresh: UpperRef, old: UpperRef): void {
   if (waiting.index !== undefined) disk.removeIfPresent(waiting.index);
 }
 
+/** Undefined as well for a file whose content was lost with power. */
 function headerUuid(disk: Disk, file: string): string | undefined {
   return readDataHeader(disk, file)?.uuid;
 }
@@ -128,28 +162,59 @@ function fileSizeOf(disk: Disk, file: string): number {
   }
 }
 
+/**
+ * Gives the data file, which still has its place, the sealed name when the fresh upper has been written to since.
+ * Only under the boot that the restack was begun under: then all that was written is in the page cache at least.
+ */
+function publishLate(disk: Disk, upper: UpperRef, record: RestackRecord, waiting: UpperRef): boolean {
+  const { freshUuid, sealedPath, bootId } = record;
+  if (bootId !== disk.bootId() || headerUuid(disk, waiting.data) !== freshUuid) return false;
+  if (!hasContent(disk, waiting)) return false;
+  const file = disk.open(upper.data, "write");
+  try {
+    file.sync();
+  } finally {
+    file.close();
+  }
+  disk.renameNoReplace(upper.data, sealedPath);
+  return true;
+}
+
 /** Carries out what `record` says for an upper that is still configured as `upper`; undefined: old state. */
 function rollForward(disk: Disk, upper: UpperRef, record: RestackRecord): LayerRef | undefined {
   const { fresh, freshUuid, sealedPath, sealedUuid } = record;
+  const waiting = waitingUpper(fresh, upper);
   // Where rename cannot refuse to replace, link and unlink stand for it and both names may be left.
   const linkedTwice = disk.sameFile(upper.data, sealedPath);
   if (!linkedTwice && headerUuid(disk, upper.data) === sealedUuid) {
-    const waiting = waitingUpper(fresh, upper);
-    const half = headerUuid(disk, waiting.data);
-    if (half === undefined || half === freshUuid) removeFresh(disk, fresh, upper);
-    return undefined;
+    if (!publishLate(disk, upper, record, waiting)) {
+      const half = headerUuid(disk, waiting.data);
+      if (half === undefined || half === freshUuid) removeFresh(disk, fresh, upper);
+      return undefined;
+    }
   }
-  if (!disk.exists(sealedPath) || inspectLayer(sealedPath, disk).uuid !== sealedUuid) return undefined;
-  const waiting = waitingUpper(fresh, upper);
+  if (!disk.exists(sealedPath)) return undefined;
+  const sealed = inspectLayer(sealedPath, disk);
+  if (sealed.uuid !== sealedUuid) return undefined;
   if (headerUuid(disk, waiting.data) === freshUuid) {
     if (linkedTwice && waiting.data === fresh.data) disk.removeIfPresent(upper.data);
     placeFresh(disk, fresh, upper);
   } else if (
     headerUuid(disk, fresh.data) !== freshUuid &&
     // The fresh upper was sealed itself since: its own record comes next.
-    !readRecords(disk, fresh).some((later) => later.sealedUuid === freshUuid)
+    !readRecords(disk, fresh).some((later) => later.sealedUuid === freshUuid && disk.exists(later.sealedPath))
   ) {
-    return undefined;
+    if (linkedTwice) disk.removeIfPresent(upper.data);
+    if (headerUuid(disk, fresh.data) !== undefined) return undefined;
+    removeFresh(disk, fresh, upper);
+    disk.removeIfPresent(fresh.data);
+    // What has the name of its index belongs to the layer that is sealed.
+    if (fresh.index !== undefined && fresh.index === upper.index) disk.removeIfPresent(fresh.index);
+    createUpperFiles(disk, fresh, {
+      virtualSizeBytes: sealed.virtualSizeBytes,
+      parentUuid: sealedUuid,
+      uuid: freshUuid,
+    });
   }
   // The process may have died between a rename and its sync.
   disk.syncDirectoriesOf(sealedPath, upper.data, fresh.data);

@@ -21,6 +21,8 @@ import {
   recordPath,
   recoverRestack,
   removeFresh,
+  runSteps,
+  stageRecords,
   waitingUpper,
   writeRecords,
 } from "./restack.ts";
@@ -32,6 +34,7 @@ import type {
   LayerRef,
   LayerStack,
   PendingFlush,
+  RestackSteps,
   StackStats,
   UpperRef,
 } from "./types.ts";
@@ -368,14 +371,30 @@ class Stack implements LayerStack {
   }
 
   restack(sealedPath: string, freshUpper: UpperRef): LayerRef {
-    return this.#seal(sealedPath, freshUpper);
+    return runSteps(this.restackSteps(sealedPath, freshUpper));
+  }
+
+  *restackSteps(sealedPath: string, freshUpper: UpperRef): RestackSteps {
+    const { upper, uuid } = this.#checkSealable(sealedPath);
+    const fresh: UpperRef = { ...freshUpper, mode: freshUpper.mode ?? upper.mode };
+    try {
+      return yield* this.#restackOnto(upper, uuid, sealedPath, fresh);
+    } catch (error) {
+      // A way back that failed, too: what is on disk is for recovery to sort out, not for more writes.
+      throw error instanceof SuppressedError ? this.#terminal(sealedPath, error) : error;
+    }
   }
 
   seal(sealedPath: string): LayerRef {
-    return this.#seal(sealedPath, undefined);
+    const { upper, uuid } = this.#checkSealable(sealedPath);
+    try {
+      return this.#sealOnly(upper, uuid, sealedPath);
+    } catch (error) {
+      throw error instanceof SuppressedError ? this.#terminal(sealedPath, error) : error;
+    }
   }
 
-  #seal(sealedPath: string, freshUpper: UpperRef | undefined): LayerRef {
+  #checkSealable(sealedPath: string): { upper: Upper; uuid: string } {
     this.#check(0, 0);
     const upper = this.#writable();
     const old = upper.ref;
@@ -410,17 +429,11 @@ class Stack implements LayerStack {
         "commit it into a new layer instead",
       );
     }
-    try {
-      if (freshUpper === undefined) return this.#sealOnly(upper, uuid, sealedPath);
-      const fresh: UpperRef = { ...freshUpper, mode: freshUpper.mode ?? upper.mode };
-      return this.#restackOnto(upper, uuid, sealedPath, fresh);
-    } catch (error) {
-      // A way back that failed, too: what is on disk is for recovery to sort out, not for more writes.
-      throw error instanceof SuppressedError ? this.#terminal(sealedPath, error) : error;
-    }
+    return { upper, uuid };
   }
 
-  #restackOnto(upper: Upper, uuid: string, sealedPath: string, fresh: UpperRef): LayerRef {
+  /** See restack.ts for the order of things, and for what opening makes of each state that a crash leaves. */
+  *#restackOnto(upper: Upper, uuid: string, sealedPath: string, fresh: UpperRef): RestackSteps {
     const old = upper.ref;
     const waiting = waitingUpper(fresh, old);
     for (const [file, final] of [
@@ -441,54 +454,84 @@ class Stack implements LayerStack {
       sealedUuid: uuid,
       fresh,
       freshUuid: newId(),
+      bootId: this.#disk.bootId(),
     };
     using undo = new DisposableStack();
     undo.defer(() => writeRecords(this.#disk, old, records));
-    writeRecords(this.#disk, old, [...records, record]);
+    const staged = stageRecords(this.#disk, old, [...records, record]);
+    try {
+      yield [staged.file];
+      staged.place();
+    } catch (error) {
+      staged.discard();
+      throw error;
+    }
     undo.defer(() => removeFresh(this.#disk, fresh, old));
     createUpperFiles(this.#disk, waiting, {
       virtualSizeBytes: this.virtualSizeBytes,
       parentUuid: uuid,
       uuid: record.freshUuid,
+      durability: "unsynced",
     });
-    const sealed = this.#publishSealed(upper, sealedPath, undo);
-    // From here on the way back is only a rename away until the fresh files replace the old index.
-    let next: Upper;
+    const sealed = upper.sealInPlace();
+    undo.defer(sealed.undo);
+    const next = new Upper(this.#disk, waiting, { readOnly: false, tuning: this.#tuning });
+    const ref: LayerRef = { file: sealedPath, size: upper.fileSizeBytes(), uuid };
+    const base = this.#base;
+    this.#base = mergeFlat(sealed.index(this.#lowers.length), base);
+    this.#lowers.push({ ref, source: upper.source, uuid });
+    this.#upper = next;
+    // From here on writes go to the fresh upper: there is a way back as long as none has come.
+    undo.defer(() => {
+      this.#upper = upper;
+      this.#lowers.pop();
+      this.#base = base;
+      next[Symbol.dispose]();
+    });
+    let placing = false;
     try {
+      yield [sealed.file];
+      this.#disk.renameNoReplace(old.data, sealedPath);
+      undo.defer(() => this.#disk.renameNoReplace(sealedPath, old.data));
+      placing = true;
       placeFresh(this.#disk, fresh, old);
-      next = new Upper(this.#disk, fresh, { readOnly: false, tuning: this.#tuning });
+      next.moved(fresh);
+      using names = new DisposableStack();
+      const directories = this.#disk.directoriesOf(
+        ...[sealedPath, old.data, fresh.data, fresh.index].filter((file) => file !== undefined),
+      );
+      for (const directory of directories) names.use(directory);
+      yield directories;
     } catch (error) {
+      if (!placing && next.untouched) throw error;
       undo.move();
+      upper.handOverData();
       throw this.#terminal(sealedPath, error);
     }
     undo.move();
-    return this.#adopt(upper, sealed, sealedPath, uuid, next);
+    upper.handOverData();
+    return ref;
   }
 
   #sealOnly(upper: Upper, uuid: string, sealedPath: string): LayerRef {
     const old = upper.ref;
     using undo = new DisposableStack();
-    const sealed = this.#publishSealed(upper, sealedPath, undo);
+    const sealed = upper.sealInPlace();
+    undo.defer(sealed.undo);
+    sealed.file.datasync();
+    const size = upper.fileSizeBytes();
+    this.#disk.renameNoReplace(old.data, sealedPath);
+    undo.defer(() => this.#disk.renameNoReplace(sealedPath, old.data));
+    this.#disk.syncDirectoriesOf(sealedPath, old.data);
     undo.move();
-    const ref = this.#adopt(upper, sealed, sealedPath, uuid, undefined);
+    const ref: LayerRef = { file: sealedPath, size, uuid };
+    this.#base = mergeFlat(sealed.index(this.#lowers.length), this.#base);
+    upper.handOverData();
+    this.#lowers.push({ ref, source: upper.source, uuid });
+    this.#upper = undefined;
     if (old.index !== undefined) this.#disk.removeIfPresent(old.index);
     this.#disk.removeIfPresent(recordPath(old));
     return ref;
-  }
-
-  /** Appends the trailer and renames; `undo` gets the way back. */
-  #publishSealed(
-    upper: Upper,
-    sealedPath: string,
-    undo: DisposableStack,
-  ): { index: (layer: number) => FlatIndex; size: number } {
-    const sealed = upper.sealInPlace();
-    undo.defer(sealed.undo);
-    const size = upper.fileSizeBytes();
-    this.#disk.renameNoReplace(upper.ref.data, sealedPath);
-    undo.defer(() => this.#disk.renameNoReplace(sealedPath, upper.ref.data));
-    this.#disk.syncDirectoriesOf(sealedPath, upper.ref.data);
-    return { index: sealed.index, size };
   }
 
   #terminal(sealedPath: string, cause: unknown): AenvError {
@@ -499,22 +542,6 @@ class Stack implements LayerStack {
       cause,
     });
     return this.#broken;
-  }
-
-  #adopt(
-    upper: Upper,
-    sealed: { index: (layer: number) => FlatIndex; size: number },
-    sealedPath: string,
-    uuid: string,
-    next: Upper | undefined,
-  ): LayerRef {
-    const ref: LayerRef = { file: sealedPath, size: sealed.size, uuid };
-    const layer = this.#lowers.length;
-    this.#base = mergeFlat(sealed.index(layer), this.#base);
-    upper.handOverData();
-    this.#lowers.push({ ref, source: upper.source, uuid });
-    this.#upper = next;
-    return ref;
   }
 
   stats(): StackStats {

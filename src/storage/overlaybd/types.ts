@@ -79,6 +79,13 @@ export interface LayerStack extends Disposable {
    * unless the error's code is `restack_terminal`.
    */
   restack(sealedPath: string, freshUpper: UpperRef): LayerRef;
+  /**
+   * `restack` in steps, for callers that sync elsewhere than on this thread: sync all of what each step yields
+   * and go on, or throw the failure into it. In between everything but flush, seal, grow, swapLowers and another
+   * restack may be called; to be driven to its end. What is written meanwhile goes to the fresh upper; it is
+   * durable with the next flush, as ever.
+   */
+  restackSteps(sealedPath: string, freshUpper: UpperRef): RestackSteps;
   /** Seals the upper in place, without a fresh one: the stack is read-only afterwards. */
   seal(sealedPath: string): LayerRef;
   /**
@@ -135,10 +142,15 @@ export interface PendingFlush {
   failed(error: unknown): void;
 }
 
+export type RestackSteps = Generator<readonly SyncTarget[], LayerRef, void>;
+
 export interface SyncTarget {
   readonly name: string;
   /** Absent for files that are not the host's. */
   readonly fd?: number;
+  /** A directory: an fdatasync is not enough, it takes an fsync. */
+  readonly names?: true;
+  /** What is to be done, on this thread. */
   datasync(): void;
 }
 

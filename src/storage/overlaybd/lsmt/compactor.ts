@@ -45,7 +45,7 @@ export interface CompactorHost {
   /** Appends data that stays what it is and maps it. */
   readonly relocate: (offset: number, source: Uint8Array, sectors: number) => void;
   readonly disk: Disk;
-  readonly compactionPath: string;
+  readonly compactionPath: () => string;
   /** Puts the finished file in place of the index file; it is closed. */
   readonly switchIndex: (file: DiskFile, entries: number) => void;
 }
@@ -213,8 +213,8 @@ export class Compactor {
   }
 
   #begin(log: IndexLog): void {
-    this.#host.disk.removeIfPresent(this.#host.compactionPath);
-    const file = this.#host.disk.create(this.#host.compactionPath);
+    this.#host.disk.removeIfPresent(this.#host.compactionPath());
+    const file = this.#host.disk.create(this.#host.compactionPath());
     const header = this.#host.header();
     file.write(0, header, 0, header.byteLength);
     this.#rewrite = { file, entries: 0, cursor: 0, copied: log.entries, flushAsked: false };
@@ -263,6 +263,6 @@ export class Compactor {
     if (rewrite === undefined) return;
     this.#rewrite = undefined;
     rewrite.file.close();
-    this.#host.disk.removeIfPresent(this.#host.compactionPath);
+    this.#host.disk.removeIfPresent(this.#host.compactionPath());
   }
 }

@@ -122,10 +122,23 @@ function hasMappings(disk: Disk, index: string): boolean {
   });
 }
 
-/** Header of a data file, without opening it as an upper; undefined when there is no file. */
+/** True when anything was written to an upper that counts; for a sparse one under this boot. */
+export function hasContent(disk: Disk, upper: UpperRef): boolean {
+  if (upper.mode !== "sparse")
+    return disk.exists(indexPathOf(upper)) && hasMappings(disk, indexPathOf(upper));
+  return withFile(disk, upper.data, (file) => file.seekData(BLOCK_BYTES) !== undefined);
+}
+
+/**
+ * Header of a data file, without opening it as an upper; undefined when there is no file, or one of which nothing
+ * was ever written back before power was lost.
+ */
 export function readDataHeader(disk: Disk, file: string): LsmtBlock | undefined {
   if (!disk.exists(file)) return undefined;
-  return withFile(disk, file, (opened) => decodeBlock(readBytes(opened, 0, BLOCK_BYTES), file, 0, "header"));
+  return withFile(disk, file, (opened) => {
+    const block = readBytes(opened, 0, BLOCK_BYTES);
+    return isBlank(block) ? undefined : decodeBlock(block, file, 0, "header");
+  });
 }
 
 /** A header block of which nothing was ever written back: shorter than the used part, or nothing but zeros. */

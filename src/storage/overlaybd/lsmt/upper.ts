@@ -2,7 +2,7 @@ import { AenvError } from "../../../lib/errors.ts";
 import { type Disk, type DiskFile, readBytes, readCached, replaceFile } from "../disk.ts";
 import { badRequest, invalidLayer } from "../errors.ts";
 import type { ReadSource } from "../source.ts";
-import type { CompactProgress, PendingFlush, UpperMode, UpperRef } from "../types.ts";
+import type { CompactProgress, PendingFlush, SyncTarget, UpperMode, UpperRef } from "../types.ts";
 import { ChunkedIndex } from "./chunked-index.ts";
 import { Compactor, INDEX_SLACK } from "./compactor.ts";
 import { isMarkedIndexHeader } from "./epochs.ts";
@@ -74,7 +74,7 @@ export interface WritePiece {
  * decides which of two overlapping writes wins.
  */
 export class Upper implements Disposable {
-  readonly ref: UpperRef;
+  #ref: UpperRef;
   readonly mode: UpperMode;
   readonly index = new ChunkedIndex();
   /** The data file as a source for reads of the stack; not owned by whoever reads. */
@@ -105,10 +105,11 @@ export class Upper implements Disposable {
   #nextPin = 0;
   #quarantine: { readonly before: number; readonly run: () => void }[] = [];
   #open = true;
+  #touched = false;
   #dataHandedOver = false;
 
   constructor(disk: Disk, ref: UpperRef, options: OpenUpperOptions) {
-    this.ref = ref;
+    this.#ref = ref;
     this.#disk = disk;
     this.#readOnly = options.readOnly;
     this.#tuning = options.tuning ?? {};
@@ -141,7 +142,9 @@ export class Upper implements Disposable {
     this.#segments = this.#newSegments(Math.ceil(data.size() / SECTOR_BYTES));
     const self = this;
     this.source = {
-      name: ref.data,
+      get name() {
+        return self.ref.data;
+      },
       get sizeBytes() {
         return self.#segments.fileEnd * SECTOR_BYTES;
       },
@@ -183,6 +186,11 @@ export class Upper implements Disposable {
 
   #newSegments(fileEnd: number): SegmentTable {
     return new SegmentTable(fileEnd, this.#tuning.segmentSectors);
+  }
+
+  /** Where its files are now. */
+  get ref(): UpperRef {
+    return this.#ref;
   }
 
   get uuid(): string | undefined {
@@ -533,6 +541,7 @@ export class Upper implements Disposable {
   /** Places for a write of `length` sectors at `offset`, counted as in use until they are mapped or released. */
   reserve(offset: number, length: number): WritePiece[] {
     this.#checkWritable();
+    this.#touched = true;
     const pieces: WritePiece[] = [];
     if (this.mode === "sparse") {
       for (let done = 0; done < length; ) {
@@ -602,6 +611,7 @@ export class Upper implements Disposable {
   /** The range reads as zeros. Sparse: only until it is opened again where a lower has data, see stack.ts. */
   discard(offset: number, length: number): void {
     this.#checkWritable();
+    this.#touched = true;
     if (this.mode === "sparse") {
       this.#dataDirty = true;
       this.#data.punchHole(BLOCK_BYTES + offset * SECTOR_BYTES, length * SECTOR_BYTES);
@@ -636,29 +646,21 @@ export class Upper implements Disposable {
   beginFlush(): PendingFlush | undefined {
     if (!this.#open) throw new Error(`upper ${this.ref.data}: used after close`);
     if (this.#readOnly) return undefined;
-    if (this.#flushing !== undefined) throw new Error(`upper ${this.ref.data}: two flushes at once`);
-    if (this.#flushFailure !== undefined) {
-      throw new AenvError({
-        code: "upper_flush_failed",
-        message: `upper ${this.ref.data} lost writes: an earlier flush failed`,
-        remediation: "check the host's disk and log; open the image again to go on with what is there",
-        cause: this.#flushFailure,
-      });
-    }
+    this.#checkFlushable();
     const log = this.#log;
     if (!this.#dataDirty && !this.#namesDirty && log?.uncommitted !== true) return undefined;
-    if (this.#namesDirty) {
-      this.#disk.syncDirectoriesOf(this.ref.data, ...(log === undefined ? [] : [log.file.name]));
-    }
-    const names = this.#namesDirty;
+    const names = this.#namesDirty
+      ? this.#disk.directoriesOf(this.ref.data, ...(log === undefined ? [] : [indexPathOf(this.ref)]))
+      : undefined;
     const epoch = log?.uncommitted === true ? log.beginEpoch() : undefined;
     const taken = this.#segments.beginFlush();
     this.#dataDirty = false;
     const end = () => {
       this.#flushing = undefined;
+      for (const directory of names ?? []) directory[Symbol.dispose]();
     };
     this.#flushing = {
-      first: names && log !== undefined ? [this.#data, log.file] : [this.#data],
+      first: [this.#data, ...(names === undefined || log === undefined ? [] : [log.file]), ...(names ?? [])],
       afterFirst: () => {
         if (log === undefined || epoch === undefined) return [];
         log.commit(epoch);
@@ -676,6 +678,17 @@ export class Upper implements Disposable {
       },
     };
     return this.#flushing;
+  }
+
+  #checkFlushable(): void {
+    if (this.#flushing !== undefined) throw new Error(`upper ${this.ref.data}: two flushes at once`);
+    if (this.#flushFailure === undefined) return;
+    throw new AenvError({
+      code: "upper_flush_failed",
+      message: `upper ${this.ref.data} lost writes: an earlier flush failed`,
+      remediation: "check the host's disk and log; open the image again to go on with what is there",
+      cause: this.#flushFailure,
+    });
   }
 
   /**
@@ -758,7 +771,7 @@ export class Upper implements Disposable {
         }
       },
       disk: this.#disk,
-      compactionPath: compactionPath(indexPathOf(this.ref)),
+      compactionPath: () => compactionPath(indexPathOf(this.ref)),
       switchIndex: (file, entries) => {
         const log = this.#log!;
         const name = indexPathOf(this.ref);
@@ -772,12 +785,12 @@ export class Upper implements Disposable {
   }
 
   /**
-   * Appends index and trailer, so that the data file is a finished layer, and syncs it. Returns the way back.
-   * Its cost depends on the number of mappings and on what was not flushed yet, not on the amount of data.
+   * Appends index and trailer: with the data file synced, which is the caller's to do before it gets its name, it is
+   * a finished layer. Returns the way back. The cost depends on the number of mappings, not on the amount of data.
    */
-  sealInPlace(): { undo: () => void; index: (layer: number) => FlatIndex } {
+  sealInPlace(): { undo: () => void; index: (layer: number) => FlatIndex; file: SyncTarget } {
     this.#checkWritable();
-    this.flush();
+    this.#checkFlushable();
     this.#compactor?.abort();
     // In a sparse file's last block the index would make that block data, should the sealing be interrupted.
     const unit = this.mode === "sparse" ? BLOCK_SECTORS : 1;
@@ -806,15 +819,26 @@ export class Upper implements Disposable {
         tail.byteLength - BLOCK_BYTES,
       );
       this.#data.write(position, tail, 0, tail.byteLength);
-      this.#data.sync();
     } catch (error) {
       undo();
       throw error;
     }
     return {
       undo,
+      file: this.#data,
       index: (layer) => ({ ...index, tags: index.tags.map((tag) => (tag & ZEROED_TAG) | layer) }),
     };
+  }
+
+  /** Nothing was written to it since it was opened. */
+  get untouched(): boolean {
+    return !this.#touched;
+  }
+
+  /** Its files have got other names. */
+  moved(ref: UpperRef): void {
+    this.#ref = ref;
+    this.#namesDirty = true;
   }
 
   /** Size of the data file as it is now. */

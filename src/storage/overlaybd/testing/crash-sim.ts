@@ -302,12 +302,39 @@ class Life {
     const fresh = this.#random(2) === 0 ? old : this.#newUpper();
     const sealed = this.#path("sealed");
     this.#note(`restack to ${sealed}, fresh ${fresh.data}`);
-    stack.restack(sealed, fresh);
-    this.#model.flushed();
+    if (this.#random(2) === 0) {
+      stack.restack(sealed, fresh);
+      this.#model.flushed();
+    } else {
+      this.#restackSlowly(stack, sealed, fresh);
+    }
     this.#note("restacked");
     // Sometimes the owner dies before it has stored what it got.
     if (this.#random(4) > 0) this.#store(stack.image);
     else this.#storing = stack.image;
+  }
+
+  /** With requests of the guest while the restack waits for the disk: the fresh upper gets them. */
+  #restackSlowly(stack: LayerStack, sealed: string, fresh: UpperRef): void {
+    const steps = stack.restackSteps(sealed, fresh);
+    let step = steps.next();
+    for (let waits = 1; step.done !== true; waits++) {
+      // Sealed is what was there when the old upper got its trailer, behind the first wait.
+      if (waits === 2) this.#sinceFlush = new Map();
+      for (let n = this.#random(4); n > 0; n--) {
+        const what = this.#random(8);
+        if (what < 4) this.#write(stack);
+        else if (what < 6) this.#discard(stack);
+        else if (what < 7) stack.compactStep(1 + this.#random(20_000));
+        else this.#verify(stack, "read during a restack");
+      }
+      for (const target of step.value) target.datasync();
+      this.#note(`restack waited ${waits} times`);
+      step = steps.next();
+    }
+    this.#model.stale = this.#sinceFlush ?? new Map();
+    this.#sinceFlush = undefined;
+    this.#verify(stack, "after a restack");
   }
 
   #seal(stack: LayerStack): LayerStack {

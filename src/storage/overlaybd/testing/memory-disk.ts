@@ -1,5 +1,5 @@
 import { AenvError } from "../../../lib/errors.ts";
-import type { Disk, DiskFile } from "../disk.ts";
+import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
 
 /** Bytes of a file in memory; `length` of them are the file. */
 export interface MemoryContent {
@@ -70,6 +70,10 @@ export class MemoryDisk implements Disk {
 
   syncDirectoriesOf(): void {
     this.#version++;
+  }
+
+  directoriesOf(): DirectorySync[] {
+    return [];
   }
 
   sameFile(a: string, b: string): boolean {

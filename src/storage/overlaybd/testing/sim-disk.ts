@@ -1,6 +1,6 @@
 import { dirname } from "node:path";
 import { AenvError } from "../../../lib/errors.ts";
-import type { Disk, DiskFile } from "../disk.ts";
+import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
 
 /**
  * A file system in memory that can lose power. What it promises is what POSIX and journalling file systems do:
@@ -275,6 +275,11 @@ export class SimDisk implements Disk {
       // One journal: what was logged before goes with it.
       for (const change of this.#journal.splice(0, last + 1)) change.apply(this.#durableNames);
     });
+  }
+
+  directoriesOf(...files: readonly string[]): DirectorySync[] {
+    const datasync = () => this.syncDirectoriesOf(...files);
+    return [{ name: dirname(files[0]!), names: true, datasync, [Symbol.dispose]: () => undefined }];
   }
 
   sameFile(a: string, b: string): boolean {
