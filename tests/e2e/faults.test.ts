@@ -1,5 +1,5 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { mkdir, readdir, truncate, writeFile } from "node:fs/promises";
+import { mkdir, mkdtemp, readdir, truncate, writeFile } from "node:fs/promises";
 import { join, resolve } from "node:path";
 import { Sandbox } from "e2b";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
@@ -189,19 +189,27 @@ describe("the host", () => {
     await other[Symbol.asyncDispose]();
   }, 60_000);
 
-  test("without /dev/kvm: doctor says so and that emulation is used", async () => {
-    const hide = 'mount --bind /dev/null /dev/kvm && exec "$0" doctor --json';
-    const child = Bun.spawn(["unshare", "--mount", "sh", "-c", hide, EXECUTABLE], {
-      env: { ...server.environment },
-      stdout: "pipe",
-      stderr: "pipe",
-    });
-    const text = await new Response(child.stdout).text();
-    await child.exited;
-    const report = JSON.stringify(JSON.parse(text));
-    expect(report).toContain("/dev/kvm");
-    expect(report).toMatch(/tcg/i);
-  }, 60_000);
+  const withoutKvm = {
+    "a /dev/kvm that is no KVM": "[ ! -e /dev/kvm ] || mount --bind /dev/null /dev/kvm",
+    "no /dev/kvm":
+      'mount -t tmpfs -o dev none "$1" && mkdir "$1/net" && cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom "$1" && cp -a /dev/net/tun "$1/net" && mount --bind "$1" /dev',
+  };
+  test.each(Object.entries(withoutKvm))(
+    "%s: doctor says so and that emulation is used",
+    async (_, hide) => {
+      const dir = await mkdtemp(join(server.home, "dev-"));
+      const child = Bun.spawn(
+        ["unshare", "--mount", "sh", "-c", `${hide}; exec "$0" doctor --json`, EXECUTABLE, dir],
+        { env: { ...server.environment }, stdout: "pipe", stderr: "pipe" },
+      );
+      const text = await new Response(child.stdout).text();
+      await child.exited;
+      const report = JSON.stringify(JSON.parse(text));
+      expect(report).toContain("/dev/kvm");
+      expect(report).toMatch(/tcg/i);
+    },
+    60_000,
+  );
 
   test("a configuration that is wrong names key, value and rule", async () => {
     const file = join(server.home, "wrong.toml");
