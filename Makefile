@@ -127,5 +127,5 @@ build/san/aenv-ext4: $(EXT4_SRC) $(EXT4_HDR) | .tools/ready
 
 # ---- executable ---------------------------------------------------------------------------------
 
-dist/agentenv: $(TS_SRC) $(NATIVE) $(wildcard config/*) scripts/build.ts | node_modules/.ready
+dist/agentenv: $(TS_SRC) $(NATIVE) $(wildcard config/* deploy/systemd/*) scripts/build.ts | node_modules/.ready
 	@$(BUN) run scripts/build.ts

@@ -3,6 +3,15 @@ declare module "*.so" {
   const path: string;
   export default path;
 }
+/** Text, embedded as it is. */
+declare module "*/aenv.service" {
+  const text: string;
+  export default text;
+}
+declare module "*/aenv.default" {
+  const text: string;
+  export default text;
+}
 declare module "*/build/envd" {
   const path: string;
   export default path;

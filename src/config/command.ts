@@ -1,13 +1,16 @@
 import { parseArgs } from "node:util";
 import { stringify } from "smol-toml";
+import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
 import { type ExplainedKey, explainConfig, loadServerConfig } from "./load.ts";
 
 const USAGE = `Usage: agentenv config check [--config PATH]
        agentenv config show  [--config PATH] [--changed] [--json] [KEY...]
+       agentenv config default
 
 check says whether a server would start with this configuration; exit code 1 when it would not.
 show prints every key with its value and where that comes from; secrets are hidden.
+default prints the packaged file: every key, explained.
 
 Options:
   --config PATH   configuration file (default: $AENV_CONFIG_PATH, else the packaged defaults)
@@ -67,6 +70,10 @@ export function configMain(argv: string[]): number {
     return 0;
   }
   const [action, ...names] = positionals;
+  if (action === "default" && names.length === 0) {
+    process.stdout.write(packagedFile);
+    return 0;
+  }
   if (action !== "check" && action !== "show") {
     return fail(
       `${action === undefined ? "config needs" : `config has no command "${action}":`} check or show\n\n${USAGE}`,

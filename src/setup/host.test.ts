@@ -64,11 +64,6 @@ const host = (): HostAccess => ({
         return args[0] === "ublk_drv"
           ? answer("", 1, "modprobe: FATAL: Module ublk_drv not found")
           : answer("");
-      case "sysctl": {
-        const [key, value] = args.at(-1)!.split("=");
-        put(sysctlPath(key!), `${value}\n`);
-        return answer("");
-      }
       case "udevadm":
         return answer("");
       default:
@@ -130,7 +125,9 @@ test("everything a server's account needs; again, nothing is done", async () => 
   expect(readFileSync(join(root, "etc/sysctl.d/99-aenv.conf"), "utf8")).toContain(
     "kernel.pid_max = 9999999\n",
   );
-  expect(commands.some((line) => line.startsWith("sysctl") && line.includes("pid_max"))).toBe(false);
+  expect(readFileSync(join(root, sysctlPath("kernel.pid_max")), "utf8")).toBe("9999999\n");
+  expect(readFileSync(join(root, sysctlPath("net.ipv4.ip_forward")), "utf8")).toBe("1\n");
+  expect(readFileSync(join(root, sysctlPath("fs.inotify.max_user_instances")), "utf8")).toBe("8192\n");
   expect(first.steps.find((step) => step.title.includes("ublk_drv"))?.remark).toContain("NBD");
 
   commands = [];
@@ -179,11 +176,34 @@ test("flags: usage errors, and --host with what belongs to the other half", asyn
   for (const [args, said] of [
     [["--dry-run"], "--dry-run needs --host"],
     [["--host", "--force"], "--force does not go with --host"],
+    [["--runtime-user", "x"], "--runtime-user needs --host or --print"],
+    [["--print", "all"], "must be unit or environment"],
   ] as const) {
     const { exitCode, stderr } = await tryCommand([process.execPath, main, "setup", ...args]);
     expect(exitCode).toBe(2);
     expect(stderr).toContain(said);
   }
+});
+
+test("the printed unit is the packaged one with this executable and account; systemd takes it", async () => {
+  const main = join(import.meta.dir, "../main.ts");
+  const { stdout } = await tryCommand([
+    ...[process.execPath, main, "setup", "--print", "unit"],
+    ...["--runtime-user", "root", "--runtime-group", "root"],
+  ]);
+  expect(stdout).toContain("User=root\nGroup=root\n");
+  expect(stdout).toContain(`ExecStart=${process.execPath} serve\n`);
+  // A mount namespace of the service's own would hide the sandboxes' from the next server.
+  const own =
+    /^(ProtectSystem|ProtectHome|Private(Tmp|Devices|Mounts|Users|IPC)|ReadOnly\w+|ReadWrite\w+|Inaccessible\w+|ProtectKernel(Tunables|Modules|Logs)|ProtectControlGroups|ProtectProc|ProcSubset|TemporaryFileSystem|BindPaths|RootDirectory|MountFlags)=/m;
+  expect(stdout).not.toMatch(own);
+  if (Bun.which("systemd-analyze") === null)
+    return console.log("no systemd-analyze here: the unit is not verified");
+  const unit = join(root, "aenv.service");
+  writeFileSync(unit, stdout.replace(/^SupplementaryGroups=.*$/m, ""));
+  const verdict = await tryCommand(["systemd-analyze", "verify", "--man=no", unit]);
+  expect(verdict.stderr).not.toContain("aenv.service:");
+  expect(verdict.exitCode).toBe(0);
 });
 
 test("a host that is not ready is refused with every reason, before anything is made", async () => {

@@ -7,6 +7,7 @@ import {
   readdirSync,
   readFileSync,
   statSync,
+  writeFileSync,
 } from "node:fs";
 import { dirname, join } from "node:path";
 import { tryCommand } from "../lib/command.ts";
@@ -283,7 +284,7 @@ function moduleStep(host: HostAccess, name: string, present: string, without: st
     title: `load the module ${name}`,
     difference: () => (existsSync(`${host.root}${present}`) ? undefined : `no ${present}`),
     apply: async () => {
-      const { exitCode, stderr } = await host.run(["modprobe", name]);
+      const { exitCode, stderr } = await runIfThere(host, ["modprobe", name]);
       return exitCode === 0 ? undefined : `not available (${stderr.trim().split("\n").at(-1)}): ${without}`;
     },
   };
@@ -297,9 +298,14 @@ function sysctlStep(host: HostAccess, key: string, minimum: number): Step {
       return now === undefined || now >= minimum ? undefined : `is ${now}`;
     },
     apply: async () => {
-      const { exitCode, stderr } = await host.run(["sysctl", "-q", "-w", `${key}=${minimum}`]);
-      if (exitCode === 0) return undefined;
-      const said = stderr.trim().split("\n").at(-1);
+      let said: string;
+      try {
+        writeFileSync(`${host.root}${sysctlPath(key)}`, `${minimum}\n`);
+        return undefined;
+      } catch (error) {
+        if (errorCode(error) === undefined) throw error;
+        said = `${errorCode(error)}`;
+      }
       if (key !== "net.ipv4.ip_forward") return `the kernel refuses it (${said})`;
       throw new AenvError({
         code: "host_setup_failed",
@@ -308,6 +314,16 @@ function sysctlStep(host: HostAccess, key: string, minimum: number): Step {
       });
     },
   };
+}
+
+/** Status 127 and the reason where there is no such command, as a shell has it. */
+async function runIfThere(host: HostAccess, argv: readonly string[]): ReturnType<HostAccess["run"]> {
+  try {
+    return await host.run(argv);
+  } catch (error) {
+    if (!(error instanceof AenvError && error.code === "command_not_found")) throw error;
+    return { exitCode: 127, stdout: "", stderr: `there is no ${argv[0]}` };
+  }
 }
 
 async function must(host: HostAccess, argv: readonly string[]): Promise<void> {
@@ -324,15 +340,9 @@ async function reloadUdev(host: HostAccess): Promise<string | undefined> {
     ["udevadm", "control", "--reload"],
     ["udevadm", "trigger", "--subsystem-match=misc"],
   ]) {
-    try {
-      const { exitCode } = await host.run(argv);
-      if (exitCode !== 0) return "udev does not run here: the rules count from the next boot";
-    } catch (error) {
-      if (error instanceof AenvError && error.code === "command_not_found") {
-        return "there is no udev here: the device nodes are set now, and again by running this";
-      }
-      throw error;
-    }
+    const { exitCode } = await runIfThere(host, argv);
+    if (exitCode === 127) return "there is no udev here: device nodes are set now, and again by running this";
+    if (exitCode !== 0) return "udev does not run here: the rules count from the next boot";
   }
   return undefined;
 }

@@ -13,6 +13,7 @@ import { provisionKernel } from "./kernel.ts";
 import { type InstalledManifest, readManifest, writeManifest } from "./manifest.ts";
 import { checkQemu, installedQemu, isModern, provisionQemu, recordInstalled } from "./qemu.ts";
 import { configuredKernel, oldQemuWarning, resolveRuntime } from "./resolve.ts";
+import { PRINTABLE, serviceFile } from "./service.ts";
 import { readSettings, SETTINGS_FLAGS, SETTINGS_HELP } from "./settings.ts";
 import type { RuntimeDeps } from "./types.ts";
 
@@ -212,6 +213,7 @@ async function removeLeftStaging(depsDir: string): Promise<void> {
 
 const USAGE = `Usage: agentenv setup [options]
        agentenv setup --host [--runtime-user NAME] [--runtime-group NAME] [--dry-run] [options]
+       agentenv setup --print unit|environment [--runtime-user NAME] [--runtime-group NAME]
 
 Brings the guest kernel, QEMU and the guest's initial file system into the dependency directory.
 Installs nothing on the host and needs no root. Quick when everything is there.
@@ -221,8 +223,9 @@ kernel settings, directories), so that the server runs without root. Done again,
 
 ${SETTINGS_HELP}
   --host               prepare the machine instead of the dependencies
-  --runtime-user NAME  account the server runs as (default: aenv; with --host)
-  --runtime-group NAME its group (default: aenv; with --host)
+  --print WHAT         print the systemd unit of the server, or the environment file that belongs to it
+  --runtime-user NAME  account the server runs as (default: aenv; with --host or --print)
+  --runtime-group NAME its group (default: aenv; with --host or --print)
   --dry-run            say what --host would do
   --force              install afresh what is there already
   --json               print what was set up as JSON
@@ -238,20 +241,28 @@ function parseFlags(argv: string[]) {
       "runtime-user": { type: "string" },
       "runtime-group": { type: "string" },
       "dry-run": { type: "boolean" },
+      print: { type: "string" },
       force: { type: "boolean" },
       json: { type: "boolean" },
       help: { type: "boolean", short: "h" },
     },
   }).values;
-  const hostOnly = (["runtime-user", "runtime-group", "dry-run"] as const).find(
-    (name) => flags[name] !== undefined,
-  );
-  if (!flags.host && hostOnly !== undefined) throw new Error(`--${hostOnly} needs --host`);
-  const depsOnly = (["force", "json", "deps", "kernel-image", "qemu-binary"] as const).find(
-    (name) => flags[name] !== undefined,
-  );
-  if (flags.host && depsOnly !== undefined) throw new Error(`--${depsOnly} does not go with --host`);
+  const given = (names: readonly (keyof typeof flags)[]) => names.find((name) => flags[name] !== undefined);
+  const mode = flags.host ? "--host" : flags.print !== undefined ? "--print" : undefined;
+  if (flags.host && flags.print !== undefined) throw new Error("--print does not go with --host");
+  if (flags.print !== undefined && !isPrintable(flags.print)) {
+    throw new Error(`--print ${flags.print}: must be ${PRINTABLE.join(" or ")}`);
+  }
+  const account = given(["runtime-user", "runtime-group"]);
+  if (mode === undefined && account !== undefined) throw new Error(`--${account} needs --host or --print`);
+  if (!flags.host && flags["dry-run"]) throw new Error("--dry-run needs --host");
+  const depsOnly = given(["force", "json", "deps", "kernel-image", "qemu-binary"]);
+  if (mode !== undefined && depsOnly !== undefined) throw new Error(`--${depsOnly} does not go with ${mode}`);
   return flags;
+}
+
+function isPrintable(word: string): word is (typeof PRINTABLE)[number] {
+  return (PRINTABLE as readonly string[]).includes(word);
 }
 
 const TRUE_WORDS = ["1", "true", "yes", "on"];
@@ -293,6 +304,11 @@ export async function setupMain(argv: string[]): Promise<number> {
   const progress = consoleProgress();
   try {
     if (flags.host) return await hostMain(flags);
+    if (flags.print !== undefined && isPrintable(flags.print)) {
+      const account = { user: flags["runtime-user"] ?? "aenv", group: flags["runtime-group"] ?? "aenv" };
+      process.stdout.write(serviceFile(flags.print, { executable: process.execPath, ...account }));
+      return 0;
+    }
     const { depsDir, kernelImagePath, qemuBinaryPath } = readSettings(flags, process.env);
     const runtime = await provision({
       depsDir,
