@@ -13,6 +13,7 @@ import {
 } from "./config/index.ts";
 import { createImageService } from "./image/index.ts";
 import { installAsset } from "./lib/assets.ts";
+import { makeDirDurable } from "./lib/durable.ts";
 import { AenvError, errorChain } from "./lib/errors.ts";
 import { createLogger, type Logger } from "./lib/log.ts";
 import { selfCommand } from "./lib/self.ts";
@@ -58,7 +59,7 @@ async function startNode(config: NodeConfig, log: Logger) {
   const home = config.homePath;
   // Looked at before anything is made: a start that is refused leaves no trace.
   requireHost({ home, runtimePath: config.runtimePath });
-  await mkdir(home, { recursive: true });
+  await makeDirDurable(home);
   await mkdir(config.runtimePath, { recursive: true });
   stack.use(lockHome(home));
   const listen = parseListenAddress(config.server.listen)!;

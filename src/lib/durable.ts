@@ -68,8 +68,8 @@ export async function linkOrCopy(source: string, target: string): Promise<boolea
 }
 
 /** Makes a directory and syncs the parents that gained a name. */
-export async function makeDirDurable(path: string): Promise<void> {
-  const first = await mkdir(path, { recursive: true });
+export async function makeDirDurable(path: string, mode?: number): Promise<void> {
+  const first = await mkdir(path, { recursive: true, ...(mode === undefined ? {} : { mode }) });
   if (first === undefined) return;
   for (let dir = path; dir.length >= first.length; dir = dirname(dir)) await syncPath(dirname(dir));
 }

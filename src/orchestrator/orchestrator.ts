@@ -1,6 +1,6 @@
-import { mkdir, readdir } from "node:fs/promises";
-import { join } from "node:path";
-import { errorCode, removeTree } from "../lib/durable.ts";
+import { readdir } from "node:fs/promises";
+import { dirname, join } from "node:path";
+import { errorCode, makeDirDurable, removeTree } from "../lib/durable.ts";
 import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
 import { newId } from "../lib/ids.ts";
@@ -226,7 +226,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   async start(): Promise<StartReport> {
     const { statePath, artifactsDir, sandboxes, evictIntervalMs, health } = this.#options;
-    await mkdir(artifactsDir, { recursive: true, mode: 0o700 });
+    await makeDirDurable(dirname(statePath), 0o700);
+    await makeDirDurable(artifactsDir, 0o700);
     this.#store = new SandboxStore(statePath, this.#log);
     const { documents, ids } = this.#store.load();
     for (const document of documents) {

@@ -2,7 +2,15 @@ import { createHash } from "node:crypto";
 import { type BigIntStats, createReadStream } from "node:fs";
 import { mkdir, readdir, stat, unlink, utimes } from "node:fs/promises";
 import { join } from "node:path";
-import { errorCode, linkOrCopy, readJson, removeTree, syncPath, writeDurable } from "../lib/durable.ts";
+import {
+  errorCode,
+  linkOrCopy,
+  makeDirDurable,
+  readJson,
+  removeTree,
+  syncPath,
+  writeDurable,
+} from "../lib/durable.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { FileLock } from "../lib/file-lock.ts";
 import { isUuid } from "../lib/ids.ts";
@@ -100,7 +108,7 @@ class PosixRepository implements SnapshotRepository {
   #prepare(): Promise<void> {
     this.#prepared ??= (async () => {
       const dirs = [this.#records, this.#aliases, this.#current, this.#locks, this.#snapshots, this.#layers];
-      for (const dir of dirs) await mkdir(dir, { recursive: true, mode: 0o700 });
+      for (const dir of dirs) await makeDirDurable(dir, 0o700);
     })();
     return this.#prepared;
   }
