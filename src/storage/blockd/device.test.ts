@@ -116,7 +116,7 @@ function memoryStack(): MemoryStack {
   };
 }
 
-async function open(stack: LayerStack, name: string, io: IoEngine = engine) {
+function open(stack: LayerStack, name: string, io: IoEngine = engine) {
   const socketPath = join(dir, `${name}.sock`);
   const device = openDevice(
     {
@@ -130,10 +130,6 @@ async function open(stack: LayerStack, name: string, io: IoEngine = engine) {
     {
       openStack: () => stack,
       pool: new BufferPool(),
-      ublk: () => {
-        throw new Error("not here");
-      },
-      ublkStamp: 1,
       engine: io,
       nowhere: new Uint8Array(new ArrayBuffer(256 << 10)),
       log: pino({ level: "silent" }),
@@ -345,7 +341,7 @@ test("while a restack waits for the disk reads and writes go on, flushes wait, a
     stats: () => engine.stats(),
     [Symbol.asyncDispose]: async () => undefined,
   };
-  const { device, socketPath } = await open(stack, "busy", slowEngine);
+  const { device, socketPath } = open(stack, "busy", slowEngine);
   await using _ = device;
   using client = await RawClient.open(socketPath, "busy");
   let cookie = 0;
