@@ -15,6 +15,7 @@
 
 #include "agent.h"
 #include "copy.h"
+#include "pack.h"
 
 static const char usage[] =
     "usage: envd [--addr IPV4] [--port N] [--root DIR] [--cgroup DIR | --no-cgroup] [--trust-if NAME]\n"
@@ -201,5 +202,6 @@ static int run_agent(int argc, char **argv) {
 int main(int argc, char **argv) {
   if (argc > 0 && is_guest_init(argv[0])) return guest_init();
   if (argc > 1 && !strcmp(argv[1], "copy")) return copy_main(argc - 1, argv + 1);
+  if (argc > 1 && !strcmp(argv[1], "pack")) return pack_main(argc - 1, argv + 1);
   return run_agent(argc, argv);
 }

@@ -218,6 +218,17 @@ export const TemplateCreated = component(
   }),
 );
 
+const BuildSteps = z.array(
+  z.object({
+    type: z.string().min(1),
+    args: z.array(z.string()).default([]),
+    filesHash: z.string().optional(),
+    force: z.boolean().optional(),
+    from: z.int().min(0).optional(),
+    exec: z.boolean().optional(),
+  }),
+);
+
 export const BuildStart = component(
   "BuildStart",
   z.object({
@@ -227,16 +238,14 @@ export const BuildStart = component(
       .object({ type: z.string(), username: z.string().optional(), password: z.string().optional() })
       .optional(),
     force: z.boolean().optional(),
-    steps: z
+    steps: BuildSteps.optional(),
+    stages: z
       .array(
-        z.object({
-          type: z.string().min(1),
-          args: z.array(z.string()).default([]),
-          filesHash: z.string().optional(),
-          force: z.boolean().optional(),
-        }),
+        z.object({ name: z.string().optional(), fromImage: z.string().min(1).optional(), steps: BuildSteps }),
       )
+      .max(100)
       .optional(),
+    dockerfile: z.object({ escape: z.enum(["\\", "`"]).default("\\") }).optional(),
     startCmd: z.string().optional(),
     readyCmd: z.string().optional(),
   }),

@@ -20,6 +20,13 @@ function templateNotFound(name: string): AenvError {
   });
 }
 
+type Defined<T> = { [Key in keyof T]: Exclude<T[Key], undefined> };
+
+/** Without the keys that are there and undefined. */
+function defined<T extends object>(value: T): Defined<T> {
+  return Object.fromEntries(Object.entries(value).filter(([, field]) => field !== undefined)) as Defined<T>;
+}
+
 interface TemplateView {
   readonly templateId: string;
   readonly builds: readonly SnapshotRecord[];
@@ -165,12 +172,11 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
             ? {}
             : { credentials: { username: registry.username!, password: registry.password! } }),
           ...(body.force === undefined ? {} : { force: body.force }),
-          steps: (body.steps ?? []).map(({ type, args, filesHash, force }) => ({
-            type,
-            args,
-            ...(force === undefined ? {} : { force }),
-            ...(filesHash === undefined ? {} : { filesHash }),
-          })),
+          steps: (body.steps ?? []).map(defined),
+          ...(body.stages === undefined
+            ? {}
+            : { stages: body.stages.map((stage) => defined({ ...stage, steps: stage.steps.map(defined) })) }),
+          ...(body.dockerfile === undefined ? {} : { dockerfile: body.dockerfile }),
           ...(body.startCmd === undefined ? {} : { startCmd: body.startCmd }),
           ...(body.readyCmd === undefined ? {} : { readyCmd: body.readyCmd }),
         });

@@ -45,7 +45,7 @@ const ImageRecord = z.object({
 });
 
 const MetaRecord = z.object({
-  schema: z.literal(1),
+  schema: z.literal(2),
   reference: z.string(),
   manifestDigest: z.string(),
   converter: z.string(),
@@ -60,6 +60,9 @@ const MetaRecord = z.object({
     exposedPorts: z.array(z.string()),
     volumes: z.array(z.string()),
     labels: z.record(z.string(), z.string()),
+    healthcheck: z.array(z.string()).optional(),
+    shell: z.array(z.string()).optional(),
+    onBuild: z.array(z.string()).optional(),
   }),
 });
 
@@ -369,16 +372,20 @@ export class ImageCache {
   }
 
   async recordImage(input: ImageRecordInput): Promise<void> {
+    const { entrypoint, cmd, healthcheck, shell, onBuild } = input.config;
     const meta: z.infer<typeof MetaRecord> = {
-      schema: 1,
+      schema: 2,
       reference: input.reference,
       manifestDigest: input.manifestDigest,
       converter: input.converter,
       layers: [...input.layerDigests],
       config: {
         ...input.config,
-        entrypoint: input.config.entrypoint && [...input.config.entrypoint],
-        cmd: input.config.cmd && [...input.config.cmd],
+        entrypoint: entrypoint && [...entrypoint],
+        cmd: cmd && [...cmd],
+        healthcheck: healthcheck && [...healthcheck],
+        shell: shell && [...shell],
+        onBuild: onBuild && [...onBuild],
         env: { ...input.config.env },
         labels: { ...input.config.labels },
         exposedPorts: [...input.config.exposedPorts],

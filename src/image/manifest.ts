@@ -65,6 +65,9 @@ const ConfigSchema = z.object({
       ExposedPorts: z.record(z.string(), z.unknown()).nullish(),
       Volumes: z.record(z.string(), z.unknown()).nullish(),
       Labels: z.record(z.string(), z.string().nullable()).nullish(),
+      Healthcheck: z.object({ Test: z.array(z.string()).nullish() }).nullish(),
+      Shell: z.array(z.string()).nullish(),
+      OnBuild: z.array(z.string()).nullish(),
     })
     .nullish(),
 });
@@ -267,6 +270,9 @@ export function parseConfig(
     list && list.length > 0 ? list : undefined;
   const entrypoint = nonEmpty(config.Entrypoint);
   const cmd = nonEmpty(config.Cmd);
+  const healthcheck = nonEmpty(config.Healthcheck?.Test);
+  const shell = nonEmpty(config.Shell);
+  const onBuild = nonEmpty(config.OnBuild);
   return {
     diffIds,
     runtime: {
@@ -275,6 +281,9 @@ export function parseConfig(
       ...(config.User ? { user: config.User } : {}),
       ...(entrypoint === undefined ? {} : { entrypoint }),
       ...(cmd === undefined ? {} : { cmd }),
+      ...(healthcheck === undefined ? {} : { healthcheck }),
+      ...(shell === undefined ? {} : { shell }),
+      ...(onBuild === undefined ? {} : { onBuild }),
       exposedPorts: Object.keys(config.ExposedPorts ?? {}),
       volumes: Object.keys(config.Volumes ?? {}),
       labels: Object.fromEntries(

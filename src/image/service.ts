@@ -27,6 +27,7 @@ import {
 import { createLayoutSource } from "./oci-layout.ts";
 import { formatReference, parseReference, type RegistryReference } from "./reference.ts";
 import { createRegistrySource, DEFAULT_RETRY } from "./registry.ts";
+import { createScratchSource, SCRATCH } from "./scratch.ts";
 import { SharedWork } from "./shared-work.ts";
 import { type FetchedManifest, type ImageSource, MAX_CONFIG_BYTES } from "./source.ts";
 import type { ImageService, ImageServiceOptions, ResolvedImage, ResolveOptions } from "./types.ts";
@@ -118,6 +119,7 @@ class LocalImageService implements ImageService {
       virtualSizeBytes: options.virtualSizeBytes ?? this.#options.virtualSizeBytes,
     };
     const { signal, progress } = job;
+    if (reference.trim() === SCRATCH) return this.#resolveFrom(createScratchSource(this.#platform), job);
     const parsed = parseReference(
       reference.trim() === "" ? this.#options.defaultImage : reference,
       this.#options,

@@ -12,6 +12,12 @@ export interface ImageRuntimeConfig {
   readonly exposedPorts: readonly string[];
   readonly volumes: readonly string[];
   readonly labels: Readonly<Record<string, string>>;
+  /** As docker stores it: `["NONE"]`, `["CMD", ...]`, `["CMD-SHELL", text]`. */
+  readonly healthcheck?: readonly string[];
+  /** Of RUN and of commands in shell form, when the image's Dockerfile set one. */
+  readonly shell?: readonly string[];
+  /** Instructions that a build on this image would run first. */
+  readonly onBuild?: readonly string[];
 }
 
 export interface ResolvedImage {
@@ -39,7 +45,7 @@ export interface ResolveOptions {
 
 export interface ImageService extends AsyncDisposable {
   /**
-   * Resolves a reference (registry reference, or `oci-layout:/path[:tag]` where the configuration allows
+   * Resolves a reference (registry reference, `scratch` for no files at all, or `oci-layout:/path[:tag]` where the configuration allows
    * local paths), downloads what is missing, converts each layer once and returns local layers.
    * Errors: `image_invalid_reference` 400, `image_not_found` 404, `image_no_platform` 400,
    * `image_digest_mismatch` 502, `image_truncated` 502, `image_unauthorized` 401→400,

@@ -1,5 +1,5 @@
 import { posix } from "node:path";
-import type { ImageService } from "../image/types.ts";
+import type { ImageRuntimeConfig, ImageService } from "../image/types.ts";
 import { removeTree } from "../lib/durable.ts";
 import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
@@ -19,8 +19,19 @@ import { type CopyRequest, copyIntoGuest } from "./copy.ts";
 import type { FileStore } from "./files.ts";
 import { BuildGuest } from "./guest.ts";
 import type { BuildLog } from "./log.ts";
+import { matchSources, packFromGuest, stageSource } from "./pack.ts";
 import { chainKey, type StepCache } from "./step-cache.ts";
-import { applyStep, type CopyStep, describeStep, type Step } from "./steps.ts";
+import {
+  applyStep,
+  type CopyStep,
+  DOCKER_SHELL,
+  type DockerfileState,
+  describeStep,
+  expandStep,
+  quoteWords,
+  type StageState,
+  type Step,
+} from "./steps.ts";
 import type { BuildStartRequest } from "./types.ts";
 
 /** Every part of a build ends within its bound. Milliseconds. */
@@ -35,7 +46,7 @@ export interface BuildLimits {
 const READY_COMMAND_TIMEOUT_MS = 120_000;
 /** Accounts that a COPY may name although the image lacks them: the SDK's default. */
 const DEFAULT_ACCOUNT = "user";
-const MAX_ARCHIVE_MEMBERS = 1_000_000;
+const NO_LIMITS = { maxEntries: 1_000_000, maxContentBytes: Number.MAX_SAFE_INTEGER };
 
 /** A failure with the step the client is shown: `base`, `finalize` or the step's 1-based number. */
 export class BuildFailure extends Error {
@@ -64,6 +75,8 @@ export interface BuildOrder {
   readonly templateId: string;
   readonly shape: { readonly cpuCount: number; readonly memoryMiB: number };
   readonly steps: readonly Step[];
+  /** Of the request's other stages. */
+  readonly stageSteps?: readonly (readonly Step[])[];
   readonly request: BuildStartRequest;
   readonly log: BuildLog;
   readonly cancelled: AbortSignal;
@@ -80,11 +93,51 @@ export interface BuiltSandbox {
 
 interface Base {
   readonly context: StartupContext;
+  /** Of an image, for Dockerfiles. */
+  readonly image?: ImageRuntimeConfig;
   readonly resources: { readonly cpuCount: number; readonly memoryMiB: number };
   readonly imageReference?: string;
   /** Names everything the first step builds on. */
   readonly key: string;
   start(identity: GuestIdentity): Promise<RunningSandbox>;
+}
+
+/** A stage before it runs: what it starts from, and the names of its states. */
+interface Plan {
+  /** Empty: the last stage, which becomes the template. */
+  readonly name: string;
+  readonly steps: readonly Step[];
+  readonly base: Base;
+  /** After each step. */
+  readonly keys: readonly string[];
+  readonly finalKey: string;
+  /** Steps before the first that must not come from the cache. */
+  readonly reusable: number;
+}
+
+/** A stage all of whose steps are done. */
+interface Stage {
+  readonly guest: BuildGuest;
+  readonly running: RunningSandbox;
+  readonly state: StageState;
+  /** The work, unless the stage's VM ends before. */
+  alive<T>(work: Promise<T>, step: string): Promise<T>;
+}
+
+interface StepRun {
+  readonly guest: BuildGuest;
+  readonly running: RunningSandbox;
+  readonly state: StageState;
+  /** As the client is shown it. */
+  readonly number: string;
+  readonly archives: ReadonlyMap<string, string>;
+  stage(index: number): Promise<Stage>;
+}
+
+/** A command of the template, as it is run and as it is told. */
+interface Command {
+  readonly words: readonly string[] | undefined;
+  readonly text: string;
 }
 
 /** One build from its base to a sandbox that is ready to be captured. */
@@ -119,45 +172,37 @@ export class Build {
 
   /** Resources of the build are released with the stack, also those of a start that outlived its bound. */
   async run(stack: AsyncDisposableStack): Promise<BuiltSandbox> {
-    const { request, steps, log } = this.#order;
+    const { request, steps, stageSteps = [] } = this.#order;
     if (this.#signal.aborted) throw this.#interruption("base");
-    const base = await inStep("base", () => this.#base(stack));
-    const archives = await this.#archives(stack);
-    const keys = this.#keys(base.key);
-    const identity: GuestIdentity = {
-      sandboxId: newId(),
-      templateId: this.#order.templateId,
-      envVars: base.context.envVars,
-    };
-    const { running, done, died } = await inStep("base", () => this.#start(base, identity, keys, stack));
-    const guest = new BuildGuest(createAgentClient(running.hostAddress), log);
-    const alive = <T>(work: Promise<T>, step: string): Promise<T> =>
-      this.bounded(Promise.race([work, died]), step);
-
-    let { context } = base;
-    for (const [index, step] of steps.entries()) {
-      const number = String(index + 1);
-      context = applyStep(context, step);
-      const title = `[${number}/${steps.length}] ${describeStep(step)}`;
-      if (index < done) {
-        log.add("info", `CACHED ${title}`, number);
-        continue;
-      }
-      log.add("info", title, number);
-      const now = context;
-      await inStep(number, async () => {
-        await alive(this.#guestStep(guest, running, step, now, number, archives), number);
-        if (changesGuest(step)) await alive(this.#remember(running, identity, keys[index]!, number), number);
-      });
+    const plans: Plan[] = [];
+    for (const [index, stage] of (request.stages ?? []).entries()) {
+      const name = stage.name ?? `stage ${index}`;
+      const base = await inStep(`${name} base`, () => this.#imageBase(stage.fromImage, stack));
+      plans.push(this.#plan(name, base, stageSteps[index] ?? [], stage.steps, plans));
     }
+    const base = await inStep("base", () => this.#base(stack));
+    const last = this.#plan("", base, steps, request.steps, plans);
+    const archives = await this.#archives([...plans, last], stack);
+    const stages = new Map<number, Promise<Stage>>();
+    const stage = (index: number): Promise<Stage> => {
+      const plan = plans[index];
+      assert(plan !== undefined, `stage ${index} is one of the build`);
+      let built = stages.get(index);
+      if (built === undefined) {
+        built = this.#stage(plan, archives, stage, stack);
+        stages.set(index, built);
+      }
+      return built;
+    };
+    const { guest, running, state, alive } = await this.#stage(last, archives, stage, stack);
 
-    const startCmd = nonEmpty(request.startCmd);
-    const readyCmd = nonEmpty(request.readyCmd);
+    const { context } = state;
+    const { start, ready } = this.#commands(state);
     await inStep("finalize", () =>
       alive(
         (async () => {
           if (context.user !== undefined && context.user !== "") await guest.ensureUser(context.user);
-          await this.#startAndWait(guest, context, startCmd, readyCmd);
+          await this.#startAndWait(guest, state, start, ready);
         })(),
         "finalize",
       ),
@@ -167,9 +212,82 @@ export class Build {
       context,
       resources: base.resources,
       ...(base.imageReference === undefined ? {} : { imageReference: base.imageReference }),
-      ...(startCmd === undefined ? {} : { startCmd }),
-      ...(readyCmd === undefined ? {} : { readyCmd }),
+      ...(start === undefined ? {} : { startCmd: start.text }),
+      ...(ready === undefined ? {} : { readyCmd: ready.text }),
     };
+  }
+
+  /** Runs a stage, as much of it as the cache does not have. */
+  async #stage(
+    plan: Plan,
+    archives: ReadonlyMap<string, string>,
+    stage: (index: number) => Promise<Stage>,
+    stack: AsyncDisposableStack,
+  ): Promise<Stage> {
+    const { log, templateId } = this.#order;
+    const { base, keys, steps } = plan;
+    const prefix = plan.name === "" ? "" : `${plan.name} `;
+    const identity: GuestIdentity = { sandboxId: newId(), templateId, envVars: base.context.envVars };
+    const { running, done, died } = await inStep(`${prefix}base`, () => this.#start(plan, identity, stack));
+    const guest = new BuildGuest(createAgentClient(running.hostAddress), log);
+    const alive = <T>(work: Promise<T>, step: string): Promise<T> =>
+      this.bounded(Promise.race([work, died]), step);
+
+    let state = this.#initialState(base);
+    for (const [index, raw] of steps.entries()) {
+      const number = `${prefix}${index + 1}`;
+      const step = await inStep(number, async () => expandStep(raw, state));
+      state = applyStep(state, step);
+      const title = `[${number}/${steps.length}] ${describeStep(step)}`;
+      if (index < done) {
+        log.add("info", `CACHED ${title}`, number);
+        continue;
+      }
+      log.add("info", title, number);
+      const run: StepRun = { guest, running, state, number, archives, stage };
+      await inStep(number, async () => {
+        await alive(this.#guestStep(step, run), number);
+        if (changesGuest(step)) await alive(this.#remember(running, identity, keys[index]!, number), number);
+      });
+    }
+    return { guest, running, state, alive };
+  }
+
+  #initialState(base: Base): StageState {
+    const { dockerfile } = this.#order.request;
+    if (dockerfile === undefined) return { context: base.context };
+    const { shell = DOCKER_SHELL, healthcheck } = base.image ?? {};
+    const check = imageHealthcheck(healthcheck, shell);
+    const state: DockerfileState = {
+      escape: dockerfile.escape,
+      args: {},
+      shell,
+      ownCmd: false,
+      ...(check === undefined ? {} : { healthcheck: check }),
+    };
+    return { context: base.context, dockerfile: state };
+  }
+
+  /** Those of the request; a Dockerfile's ENTRYPOINT with CMD, and HEALTHCHECK, where the request has none. */
+  #commands({ context, dockerfile }: StageState): { start?: Command; ready?: Command } {
+    const { request } = this.#order;
+    const given = (text: string | undefined): Command | undefined => {
+      const command = nonEmpty(text);
+      if (command === undefined) return undefined;
+      return { text: command, words: dockerfile === undefined ? undefined : [...DOCKER_SHELL, command] };
+    };
+    const told = (words: readonly string[] | undefined): Command | undefined =>
+      words === undefined || words.length === 0 ? undefined : { words, text: quoteWords(words) };
+    const start =
+      dockerfile !== undefined && request.startCmd === undefined
+        ? told([...(context.entrypoint ?? []), ...(context.cmd ?? [])])
+        : given(request.startCmd);
+    // Without a start command nothing becomes healthy.
+    const ready =
+      dockerfile !== undefined && request.readyCmd === undefined
+        ? start && told(dockerfile.healthcheck)
+        : given(request.readyCmd);
+    return { ...(start === undefined ? {} : { start }), ...(ready === undefined ? {} : { ready }) };
   }
 
   // ---- base -------------------------------------------------------------------------------------
@@ -177,7 +295,7 @@ export class Build {
   async #base(stack: AsyncDisposableStack): Promise<Base> {
     const { request } = this.#order;
     return request.fromTemplate === undefined
-      ? this.#imageBase(stack)
+      ? this.#imageBase(request.fromImage, stack)
       : this.#templateBase(request.fromTemplate, stack);
   }
 
@@ -200,10 +318,10 @@ export class Build {
     };
   }
 
-  async #imageBase(stack: AsyncDisposableStack): Promise<Base> {
+  async #imageBase(fromImage: string | undefined, stack: AsyncDisposableStack): Promise<Base> {
     const { images, sandboxes, defaultImage, cacheEpoch } = this.#parts;
     const { request, log, shape } = this.#order;
-    const reference = request.fromImage ?? defaultImage;
+    const reference = fromImage ?? defaultImage;
     log.add("info", `resolving image ${reference}`, "base");
     const image = await this.bounded(
       images.resolve(reference, {
@@ -216,6 +334,10 @@ export class Build {
     // The layers must be there until they are part of a snapshot.
     stack.use(images.hold(image.lowers.map(({ file }) => file)));
     const { config, lowers, virtualSizeBytes } = image;
+    if (request.dockerfile !== undefined && config.onBuild !== undefined) {
+      const message = `the image ${image.reference} has ONBUILD instructions, which are not run: ${config.onBuild.join("; ")}`;
+      throw new BuildFailure(message, "base");
+    }
     return {
       resources: shape,
       imageReference: pinnedReference(image),
@@ -226,6 +348,7 @@ export class Build {
         virtualSizeBytes,
         shape,
       ]),
+      image: config,
       context: contextOfImage(config),
       start: (identity) => {
         log.add("info", `booting ${image.reference}`, "base");
@@ -239,43 +362,56 @@ export class Build {
   }
 
   /** The archives of all COPY steps, kept for the build; a missing one fails it at its step. */
-  async #archives(stack: AsyncDisposableStack): Promise<ReadonlyMap<string, string>> {
+  async #archives(plans: readonly Plan[], stack: AsyncDisposableStack): Promise<ReadonlyMap<string, string>> {
     const files = new Map<string, string>();
-    for (const [index, step] of this.#order.steps.entries()) {
-      if ((step.type !== "COPY" && step.type !== "ADD") || files.has(step.filesHash)) continue;
-      const archive = await this.#parts.files.lease(this.#order.templateId, step.filesHash);
-      if (archive === undefined) {
-        const message = `${describeStep(step)}: its files were not uploaded, or not whole (${step.filesHash})`;
-        throw new BuildFailure(message, String(index + 1));
+    for (const { name, steps } of plans) {
+      for (const [index, step] of steps.entries()) {
+        if (step.type !== "COPY" && step.type !== "ADD") continue;
+        const { filesHash } = step;
+        if (filesHash === undefined || files.has(filesHash)) continue;
+        const archive = await this.#parts.files.lease(this.#order.templateId, filesHash);
+        if (archive === undefined) {
+          const message = `${describeStep(step)}: its files were not uploaded, or not whole (${filesHash})`;
+          throw new BuildFailure(message, `${name === "" ? "" : `${name} `}${index + 1}`);
+        }
+        stack.use(archive);
+        files.set(filesHash, archive.file);
       }
-      stack.use(archive);
-      files.set(step.filesHash, archive.file);
     }
     return files;
   }
 
   // ---- cache ------------------------------------------------------------------------------------
 
-  /** Key of the state after each step. */
-  #keys(baseKey: string): string[] {
+  /** `requested` are the steps as they came, with their wishes about the cache. */
+  #plan(
+    name: string,
+    base: Base,
+    steps: readonly Step[],
+    requested: BuildStartRequest["steps"],
+    earlier: readonly Plan[],
+  ): Plan {
+    const { request } = this.#order;
+    // A Dockerfile's steps do other things than the same words from elsewhere.
+    const start =
+      request.dockerfile === undefined
+        ? base.key
+        : chainKey(base.key, ["dockerfile", request.dockerfile.escape]);
     const keys: string[] = [];
-    for (const step of this.#order.steps) keys.push(chainKey(keys.at(-1) ?? baseKey, step));
-    return keys;
-  }
-
-  /** Steps before the first that must not come from the cache. */
-  #reusable(): number {
-    const { request, steps } = this.#order;
-    if (request.force === true) return 0;
-    const forced = request.steps.findIndex((step) => step.force === true);
-    return forced < 0 ? steps.length : forced;
+    for (const step of steps) {
+      const from = step.type === "COPY" || step.type === "ADD" ? step.from : undefined;
+      const source = from === undefined ? undefined : earlier[from]?.finalKey;
+      keys.push(chainKey(keys.at(-1) ?? start, source === undefined ? step : [step, source]));
+    }
+    const forced = requested.findIndex((step) => step.force === true);
+    const reusable = request.force === true ? 0 : forced < 0 ? steps.length : forced;
+    return { name, steps, base, keys, finalKey: keys.at(-1) ?? start, reusable };
   }
 
   /** The sandbox, with as many steps done as the cache has. */
   async #start(
-    base: Base,
+    { base, keys, reusable }: Plan,
     identity: GuestIdentity,
-    keys: readonly string[],
     stack: AsyncDisposableStack,
   ): Promise<{ running: RunningSandbox; done: number; died: Promise<never> }> {
     const { cache, sandboxes, log: serverLog } = this.#parts;
@@ -297,7 +433,7 @@ export class Build {
       return { running, done, died };
     };
 
-    for (let done = this.#reusable(); done > 0; done--) {
+    for (let done = reusable; done > 0; done--) {
       const key = keys[done - 1]!;
       const state = await cache.find(key);
       if (state === undefined) continue;
@@ -352,25 +488,20 @@ export class Build {
     return Math.max(1, this.#deadline - performance.now());
   }
 
-  async #guestStep(
-    guest: BuildGuest,
-    running: RunningSandbox,
-    step: Step,
-    context: StartupContext,
-    number: string,
-    archives: ReadonlyMap<string, string>,
-  ): Promise<void> {
+  async #guestStep(step: Step, run: StepRun): Promise<void> {
+    const { guest, state, number } = run;
+    const { context } = state;
     switch (step.type) {
       case "RUN": {
         const timeoutMs = this.#remaining();
         const options = { step: number, timeoutMs, ...(step.user === undefined ? {} : { user: step.user }) };
-        const outcome = await guest.run(step.command, context, options);
+        const outcome = await guest.run(step.exec ?? step.command, state, options);
         if (outcome.exitCode !== 0) throw new BuildFailure(failureText(describeStep(step), outcome), number);
         return;
       }
       case "COPY":
       case "ADD":
-        return this.#copy(guest, running, step, context, number, archives.get(step.filesHash)!);
+        return step.from === undefined ? this.#copy(step, run) : this.#copyFromStage(step, step.from, run);
       case "WORKDIR":
         assert(context.workdir !== undefined, "a WORKDIR step sets the directory");
         return guest.agent.makeDir(
@@ -379,46 +510,71 @@ export class Build {
         );
       case "USER":
         return guest.ensureUser(step.name);
-      case "ENV":
-      case "EXPOSE":
-      case "VOLUME":
-      case "LABEL":
-        return;
+      default:
+        return; // the context alone
     }
   }
 
-  async #copy(
-    guest: BuildGuest,
-    running: RunningSandbox,
-    step: CopyStep,
-    context: StartupContext,
-    number: string,
-    archive: string,
-  ): Promise<void> {
-    const limits = { maxEntries: MAX_ARCHIVE_MEMBERS, maxContentBytes: Number.MAX_SAFE_INTEGER };
-    const { members } = await listArchive(archive, limits, this.#signal);
-    const source = selectSource(members, step.source);
+  /** Where the files of a COPY go, and whose they become. */
+  async #target(step: CopyStep, { guest, state }: StepRun) {
+    const { context, dockerfile } = state;
     const current = context.user || "root";
-    const owner = step.owner ?? current;
-    if (owner.split(":")[0] === DEFAULT_ACCOUNT) await guest.ensureUser(owner);
+    const owner = step.owner ?? (dockerfile === undefined ? current : "0:0");
+    if (dockerfile === undefined && owner.split(":")[0] === DEFAULT_ACCOUNT) await guest.ensureUser(owner);
     const { uid, gid } = await guest.account(owner);
-    const from = context.workdir ?? (await guest.account(current)).home;
-    const request: CopyRequest = {
-      archive,
-      source,
-      target: posix.resolve("/", from, step.target),
+    const home = async () => (dockerfile === undefined ? (await guest.account(current)).home : "/");
+    return {
+      target: posix.resolve("/", context.workdir ?? (await home()), step.target),
       mustBeDirectory: /(^|\/)\.{0,2}$/.test(step.target),
       uid,
       gid,
       ...(step.mode === undefined ? {} : { mode: step.mode }),
     };
+  }
+
+  /** Each of the sources as docker copies it; with their owners, unless the step has one. */
+  async #copyFromStage(step: CopyStep, from: number, run: StepRun): Promise<void> {
+    const { guest, running, number } = run;
+    const target = await this.#target(step, run);
+    const stage = await run.stage(from);
+    await using scratch = new AsyncDisposableStack();
+    const archive = this.#parts.files.scratchPath();
+    scratch.defer(() => removeTree(archive));
+    const source = stageSource(step.source);
+    const options = { timeoutMs: this.#remaining(), signal: this.#signal };
+    await stage.alive(packFromGuest(stage.guest.agent, source, archive, options), number);
+    const { members } = await listArchive(archive, NO_LIMITS, this.#signal);
+    const sources = matchSources(members, source);
+    let [entries, bytes] = [0, 0];
+    for (const part of sources) {
+      const request: CopyRequest = {
+        ...target,
+        archive,
+        source: part,
+        mustBeDirectory: target.mustBeDirectory || sources.length > 1,
+        keepOwners: step.owner === undefined,
+      };
+      const report = await copyIntoGuest(guest.agent, running.hostAddress, request, options);
+      entries += report.entries;
+      bytes += report.bytes;
+    }
+    this.#order.log.add("info", copied(entries, bytes), number);
+  }
+
+  async #copy(step: CopyStep, run: StepRun): Promise<void> {
+    const { guest, running, number } = run;
+    const archive = step.filesHash === undefined ? undefined : run.archives.get(step.filesHash);
+    assert(archive !== undefined, "the archives of all steps are there");
+    const { members } = await listArchive(archive, NO_LIMITS, this.#signal);
+    const source = selectSource(members, step.source);
+    const request: CopyRequest = { ...(await this.#target(step, run)), archive, source };
     await using scratch = new AsyncDisposableStack();
     const options = { timeoutMs: this.#remaining(), signal: this.#signal };
     let unpacked: CopyRequest | undefined;
     if (step.type === "ADD" && source.kind === "file") {
       const inner = this.#parts.files.scratchPath();
       scratch.defer(() => removeTree(inner));
-      if (await extractIfTar(archive, source.path, inner, limits, this.#signal)) {
+      if (await extractIfTar(archive, source.path, inner, NO_LIMITS, this.#signal)) {
         unpacked = {
           ...request,
           archive: inner,
@@ -429,24 +585,28 @@ export class Build {
       }
     }
     const report = await copyIntoGuest(guest.agent, running.hostAddress, unpacked ?? request, options);
-    const mebibytes = (report.bytes / 1048576).toFixed(1);
-    this.#order.log.add("info", `copied ${report.entries} entries, ${mebibytes} MiB`, number);
+    this.#order.log.add("info", copied(report.entries, report.bytes), number);
   }
 
   // ---- start and ready --------------------------------------------------------------------------
 
   async #startAndWait(
     guest: BuildGuest,
-    context: StartupContext,
-    startCmd: string | undefined,
-    readyCmd: string | undefined,
+    state: StageState,
+    start: Command | undefined,
+    ready: Command | undefined,
   ): Promise<void> {
     const { limits } = this.#parts;
     const { log } = this.#order;
     let failed: Promise<never> | undefined;
-    if (startCmd !== undefined) {
-      log.add("info", `start command: ${startCmd}`, "finalize");
-      const { exited } = await guest.agent.startDetached(await guest.command(startCmd, context));
+    let over: Promise<unknown> = new Promise(() => undefined);
+    if (start !== undefined) {
+      log.add("info", `start command: ${start.text}`, "finalize");
+      const { exited } = await guest.agent.startDetached(
+        await guest.command(start.words ?? start.text, state),
+      );
+      // An image's default command, a shell for instance, may end at once: then there is nothing to wait for.
+      if (state.dockerfile !== undefined) over = exited.catch(() => undefined);
       failed = new Promise((_, reject) => {
         exited.then(
           (outcome) => {
@@ -461,13 +621,13 @@ export class Build {
     }
     const unlessFailed = <T>(work: Promise<T>): Promise<T> =>
       failed === undefined ? work : Promise.race([work, failed]);
-    if (readyCmd === undefined) {
-      if (startCmd !== undefined) await unlessFailed(Bun.sleep(limits.startDelayMs));
+    if (ready === undefined) {
+      if (start !== undefined) await unlessFailed(Promise.race([Bun.sleep(limits.startDelayMs), over]));
       return;
     }
-    log.add("info", `waiting for the ready command: ${readyCmd}`, "finalize");
+    log.add("info", `waiting for the ready command: ${ready.text}`, "finalize");
     const deadline = performance.now() + limits.readyMs;
-    const command = await guest.command(readyCmd, context);
+    const command = await guest.command(ready.words ?? ready.text, state);
     for (let last = ""; ; ) {
       const left = deadline - performance.now();
       if (left <= 0) {
@@ -491,6 +651,20 @@ export class Build {
 /** Steps worth a cache entry; the others are context, or done again in no time. */
 function changesGuest(step: Step): boolean {
   return step.type === "RUN" || step.type === "COPY" || step.type === "ADD";
+}
+
+function copied(entries: number, bytes: number): string {
+  return `copied ${entries} entries, ${(bytes / 1048576).toFixed(1)} MiB`;
+}
+
+/** The words of an image's HEALTHCHECK as docker stores it. */
+function imageHealthcheck(
+  test: readonly string[] | undefined,
+  shell: readonly string[],
+): readonly string[] | undefined {
+  if (test === undefined || test[0] === "NONE") return undefined;
+  if (test[0] === "CMD") return test.slice(1);
+  return test[0] === "CMD-SHELL" && test[1] !== undefined ? [...shell, test[1]] : undefined;
 }
 
 function nonEmpty(text: string | undefined): string | undefined {

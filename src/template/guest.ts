@@ -1,7 +1,7 @@
 import { AenvError } from "../lib/errors.ts";
 import type { AgentClient, CommandOutcome } from "../sandbox/types.ts";
-import type { StartupContext } from "../snapshot/types.ts";
 import type { BuildLog } from "./log.ts";
+import { DOCKER_SHELL, type StageState, variables } from "./steps.ts";
 
 const USER_COMMAND_TIMEOUT_MS = 60_000;
 
@@ -34,27 +34,53 @@ export class BuildGuest {
     });
   }
 
-  async command(text: string, context: StartupContext, user?: string) {
+  /**
+   * A shell's text, or a program and its arguments, as the stage's user in its directory. A Dockerfile's text is
+   * for the stage's SHELL; others get a login shell.
+   */
+  async command(command: string | readonly string[], state: StageState, user?: string) {
+    const { context, dockerfile } = state;
+    const [cmd, ...args] =
+      typeof command !== "string"
+        ? command
+        : dockerfile === undefined
+          ? [await this.shell(), "-l", "-c", command]
+          : [...(await this.#dockerShell(dockerfile.shell)), command];
+    if (cmd === undefined || cmd === "")
+      throw new AenvError({ code: "invalid_step", status: 400, message: "the command is empty" });
+    const cwd = context.workdir || (dockerfile === undefined ? undefined : "/");
     return {
-      cmd: await this.shell(),
-      args: ["-l", "-c", text],
-      env: context.envVars,
+      cmd,
+      args,
+      env: variables(state),
       user: accountOf(user ?? context.user ?? "root"),
-      ...(context.workdir === undefined || context.workdir === "" ? {} : { cwd: context.workdir }),
+      ...(cwd === undefined ? {} : { cwd }),
     };
   }
 
-  /** Runs in the shell; output goes to the log line by line under `step`. */
+  async #dockerShell(words: readonly string[]): Promise<readonly string[]> {
+    if (words === DOCKER_SHELL && !(await this.agent.exists(DOCKER_SHELL[0]!))) {
+      throw new AenvError({
+        code: "no_shell",
+        status: 400,
+        message: "there is no shell in the image (no /bin/sh)",
+        remediation: 'use an image with a shell, or commands as ["program", "argument"]',
+      });
+    }
+    return words;
+  }
+
+  /** Runs it; output goes to the log line by line under `step`. */
   async run(
-    text: string,
-    context: StartupContext,
+    command: string | readonly string[],
+    state: StageState,
     options: { readonly step: string; readonly timeoutMs: number; readonly user?: string },
   ): Promise<CommandOutcome> {
     const out = this.#log.lines("info", options.step);
     const err = this.#log.lines("warn", options.step);
     try {
       return await this.agent.run({
-        ...(await this.command(text, context, options.user)),
+        ...(await this.command(command, state, options.user)),
         timeoutMs: options.timeoutMs,
         onStdout: out.write,
         onStderr: err.write,

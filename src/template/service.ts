@@ -9,11 +9,11 @@ import type { Logger } from "../lib/log.ts";
 import type { SandboxFactory } from "../sandbox/types.ts";
 import { DEFAULT_TAG, formatName, parseAlias, parseName } from "../snapshot/index.ts";
 import type { BuildRecord, SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
-import { Build, BuildFailure, type BuildLimits, inStep } from "./build.ts";
+import { Build, BuildFailure, type BuildLimits, type BuildOrder, inStep } from "./build.ts";
 import { FileStore, HASH } from "./files.ts";
 import { BuildLog, LogFile, readLogFile } from "./log.ts";
 import { StepCache } from "./step-cache.ts";
-import { parseSteps, type Step } from "./steps.ts";
+import { parseSteps } from "./steps.ts";
 import type { BuildLogEntry, BuildStartRequest, TemplateCreateRequest, TemplateService } from "./types.ts";
 
 export interface TemplateServiceOptions {
@@ -85,6 +85,8 @@ class Templates implements TemplateService {
   readonly #active = new Map<string, ActiveBuild>();
   /** Builds between their admission check and the durable mark: a second start must not slip in. */
   readonly #starting = new Set<string>();
+  /** Builds that are committed and do not have their names yet: not ready for who waits for them. */
+  readonly #publishing = new Set<string>();
   #closing = false;
 
   constructor(options: TemplateServiceOptions) {
@@ -376,8 +378,13 @@ class Templates implements TemplateService {
     templateId: string,
     buildId: string,
   ): Promise<{ record: SnapshotRecord; build: BuildRecord; logs: readonly BuildLogEntry[] }> {
-    const record = await this.#find(templateId, buildId);
-    return { record, build: buildOf(record), logs: await this.#logs(record.id) };
+    const { id } = await this.#find(templateId, buildId);
+    const unnamed = this.#publishing.has(id);
+    // Read after the look: what is ready by now has its names.
+    const record = await this.#find(templateId, id);
+    const build = buildOf(record);
+    const shown: BuildRecord = unnamed && build.status === "ready" ? { ...build, status: "building" } : build;
+    return { record, build: shown, logs: await this.#logs(id) };
   }
 
   async #logs(buildId: string): Promise<readonly BuildLogEntry[]> {
@@ -457,7 +464,20 @@ class Templates implements TemplateService {
         remediation: "give one of them",
       });
     }
-    const steps = parseSteps(request.steps);
+    const { stages = [] } = request;
+    const dockerfile = request.dockerfile !== undefined;
+    if (stages.length > 0 && !dockerfile) {
+      throw new AenvError({
+        code: "invalid_request",
+        status: 400,
+        message: "stages are for the steps of a Dockerfile",
+        remediation: 'add "dockerfile": {} to the request',
+      });
+    }
+    const stageSteps = stages.map(({ name, steps }, index) =>
+      parseSteps(steps, { dockerfile, stage: name ?? `stage ${index}`, stages: index }),
+    );
+    const steps = parseSteps(request.steps, { dockerfile, stages: stages.length });
     const record = await this.#find(templateId, buildId);
     const { status } = buildOf(record);
     if (status !== "waiting" || this.#active.has(record.id) || this.#starting.has(record.id)) {
@@ -484,11 +504,14 @@ class Templates implements TemplateService {
       const buildLog = new BuildLog([], (entry) => log.debug({ buildId: record.id, ...entry }, "build log"));
       const abort = new AbortController();
       const done = this.#gate
-        .run(() => this.#execute(building, steps, request, buildLog, abort.signal))
+        .run(() => this.#execute(building, { steps, stageSteps }, request, buildLog, abort.signal))
         .catch((error: unknown) =>
           log.error({ err: error, buildId: record.id }, "the end of a build was not recorded"),
         )
-        .finally(() => this.#active.delete(record.id));
+        .finally(() => {
+          this.#active.delete(record.id);
+          this.#publishing.delete(record.id);
+        });
       this.#active.set(record.id, { log: buildLog, abort, done });
     } finally {
       this.#starting.delete(record.id);
@@ -498,7 +521,7 @@ class Templates implements TemplateService {
   /** Runs a build to its recorded end; throws only when that end could not be recorded. */
   async #execute(
     record: SnapshotRecord,
-    steps: readonly Step[],
+    parsed: Pick<BuildOrder, "steps" | "stageSteps">,
     request: BuildStartRequest,
     log: BuildLog,
     cancelled: AbortSignal,
@@ -509,7 +532,7 @@ class Templates implements TemplateService {
       this.#options.log.error({ err: error, buildId: record.id }, "build log not written"),
     );
     try {
-      await this.#build(record, steps, request, log, cancelled, captureDir);
+      await this.#build(record, parsed, request, log, cancelled, captureDir);
     } catch (error) {
       const step = error instanceof BuildFailure ? error.step : undefined;
       const message = errorChain(error).join(": ");
@@ -535,7 +558,7 @@ class Templates implements TemplateService {
 
   async #build(
     record: SnapshotRecord,
-    steps: readonly Step[],
+    parsed: Pick<BuildOrder, "steps" | "stageSteps">,
     request: BuildStartRequest,
     log: BuildLog,
     cancelled: AbortSignal,
@@ -559,7 +582,7 @@ class Templates implements TemplateService {
         buildId: record.id,
         templateId: record.templateId,
         shape: { cpuCount: record.resources.cpuCount, memoryMiB: record.resources.memoryMiB },
-        steps,
+        ...parsed,
         request,
         log,
         cancelled,
@@ -575,6 +598,7 @@ class Templates implements TemplateService {
       const finishedAt = new Date().toISOString();
       const ready = withBuild(record, { ...buildOf(record), status: "ready", finishedAt });
       const { context, startCmd, readyCmd, imageReference } = built;
+      this.#publishing.add(record.id);
       await repository.commit(
         {
           ...ready,
@@ -591,6 +615,7 @@ class Templates implements TemplateService {
       );
       assert(record.source.kind === "template", "a build is a template's");
       await this.#bind(record.source.names ?? [], record.id);
+      this.#publishing.delete(record.id);
     });
   }
 

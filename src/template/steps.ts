@@ -1,19 +1,38 @@
 import { posix } from "node:path";
+import { type EscapeCharacter, expandWord, splitWords, WordError } from "../lib/dockerfile-words.ts";
 import { AenvError } from "../lib/errors.ts";
 import type { StartupContext } from "../snapshot/types.ts";
 import { HASH } from "./files.ts";
-import type { BuildStartRequest } from "./types.ts";
+import type { BuildStepRequest } from "./types.ts";
 
 /** A build step, checked. What it does to the guest is in build.ts; what it does to the context is here. */
 export type Step =
   | CopyStep
-  | { readonly type: "RUN"; readonly command: string; readonly user?: string }
+  | {
+      readonly type: "RUN";
+      readonly command: string;
+      readonly user?: string;
+      readonly exec?: readonly string[];
+    }
   | { readonly type: "ENV"; readonly pairs: readonly (readonly [string, string])[] }
   | { readonly type: "WORKDIR"; readonly path: string }
   | { readonly type: "USER"; readonly name: string }
   | { readonly type: "EXPOSE"; readonly ports: readonly string[] }
   | { readonly type: "VOLUME"; readonly paths: readonly string[] }
-  | { readonly type: "LABEL"; readonly pairs: readonly (readonly [string, string])[] };
+  | { readonly type: "LABEL"; readonly pairs: readonly (readonly [string, string])[] }
+  | DockerfileStep;
+
+/** Steps that only Dockerfiles have. */
+export type DockerfileStep =
+  | { readonly type: "ARG"; readonly name: string; readonly value: string }
+  | { readonly type: "SHELL"; readonly words: readonly string[] }
+  | { readonly type: "CMD" | "ENTRYPOINT"; readonly command: DockerCommand }
+  | { readonly type: "HEALTHCHECK"; readonly command: DockerCommand | "none" }
+  /** Where a stage that goes on from another one begins. */
+  | { readonly type: "FROM"; readonly name: string };
+
+/** A shell's text, or a program and its arguments. */
+export type DockerCommand = string | readonly string[];
 
 export interface CopyStep {
   readonly type: "COPY" | "ADD";
@@ -23,8 +42,29 @@ export interface CopyStep {
   /** `user`, `user:group` or numbers; absent: the current user. */
   readonly owner?: string;
   readonly mode?: number;
-  readonly filesHash: string;
+  readonly filesHash?: string;
+  /** Index of the stage the files come from, in place of an upload. */
+  readonly from?: number;
 }
+
+/** What the steps so far have made of a stage. */
+export interface StageState {
+  readonly context: StartupContext;
+  /** Absent: the steps are not a Dockerfile's. */
+  readonly dockerfile?: DockerfileState;
+}
+
+export interface DockerfileState {
+  readonly escape: EscapeCharacter;
+  /** Of ARG: known to words and to RUN, not to sandboxes. */
+  readonly args: Readonly<Record<string, string>>;
+  readonly shell: readonly string[];
+  readonly healthcheck?: readonly string[];
+  /** Whether this stage has set CMD itself. */
+  readonly ownCmd: boolean;
+}
+
+export const DOCKER_SHELL: readonly string[] = ["/bin/sh", "-c"];
 
 function bad(message: string, code = "invalid_step", remediation?: string): AenvError {
   return new AenvError({ code, status: 400, message, ...(remediation === undefined ? {} : { remediation }) });
@@ -47,7 +87,38 @@ function labels(args: readonly string[], where: string): [string, string][] {
   return pairs(args, where);
 }
 
-function copyStep(type: CopyStep["type"], step: BuildStartRequest["steps"][number], where: string): CopyStep {
+function checkOwner(owner: string, where: string): void {
+  if (owner !== "" && !/^[^:\s]+(:[^:\s]+)?$/.test(owner))
+    throw bad(`${where}: the owner must be USER or USER:GROUP, not ${JSON.stringify(owner)}`);
+}
+
+function modeBits(mode: string, where: string): number | undefined {
+  if (mode === "") return undefined;
+  if (!/^[0-7]{1,5}$/.test(mode)) throw bad(`${where}: the mode ${mode} is not octal`);
+  const bits = Number.parseInt(mode, 8);
+  if (bits > 0o7777) throw bad(`${where}: the mode ${mode} is out of range`);
+  return bits;
+}
+
+/** Source and target are looked at when their variables are known. */
+function stageCopy(type: CopyStep["type"], step: BuildStepRequest, from: number, where: string): CopyStep {
+  const [source = "", target = "", owner = "", mode = ""] = step.args;
+  if (type !== "COPY") throw bad(`${where}: only COPY takes files from another stage`);
+  if (source.trim() === "") throw bad(`${where}: the source is missing`);
+  if (target.trim() === "") throw bad(`${where}: the target is missing`);
+  const bits = modeBits(mode, where);
+  return {
+    type,
+    source,
+    target,
+    from,
+    ...(owner === "" ? {} : { owner }),
+    ...(bits === undefined ? {} : { mode: bits }),
+  };
+}
+
+function copyStep(type: CopyStep["type"], step: BuildStepRequest, where: string): CopyStep {
+  if (step.from !== undefined) return stageCopy(type, step, step.from, where);
   const [source = "", target = "", owner = "", mode = ""] = step.args;
   if (/^https?:\/\//.test(source)) {
     throw bad(
@@ -61,11 +132,8 @@ function copyStep(type: CopyStep["type"], step: BuildStartRequest["steps"][numbe
     throw bad(`${where}: the source ${source} is not a path within the build context`);
   if (target.trim() === "") throw bad(`${where}: the target is missing`);
   if (target.includes("\0") || source.includes("\0")) throw bad(`${where}: a path holds a NUL character`);
-  if (owner !== "" && !/^[^:\s]+(:[^:\s]+)?$/.test(owner))
-    throw bad(`${where}: the owner must be USER or USER:GROUP, not ${JSON.stringify(owner)}`);
-  if (mode !== "" && !/^[0-7]{1,5}$/.test(mode)) throw bad(`${where}: the mode ${mode} is not octal`);
-  const bits = mode === "" ? undefined : Number.parseInt(mode, 8);
-  if (bits !== undefined && bits > 0o7777) throw bad(`${where}: the mode ${mode} is out of range`);
+  checkOwner(owner, where);
+  const bits = modeBits(mode, where);
   if (step.filesHash === undefined || !HASH.test(step.filesHash)) {
     throw bad(
       `${where}: filesHash is missing or not 64 lower-case hexadecimal digits`,
@@ -83,11 +151,62 @@ function copyStep(type: CopyStep["type"], step: BuildStartRequest["steps"][numbe
   };
 }
 
+/** A step that Dockerfiles have and others have not, or mean otherwise; undefined for all others. */
+function dockerfileStep(type: string, step: BuildStepRequest, where: string): Step | undefined {
+  const { args } = step;
+  const command = (): DockerCommand => {
+    if (step.exec === true) {
+      if (args[0] === undefined || args[0] === "") throw bad(`${where}: the program is missing`);
+      return args;
+    }
+    return args[0] ?? "";
+  };
+  switch (type) {
+    case "RUN": {
+      const given = command();
+      if (typeof given !== "string") return { type, command: quoteWords(given), exec: given };
+      if (given.trim() === "") throw bad(`${where}: the command is missing`);
+      return { type, command: given };
+    }
+    case "ARG": {
+      const [name = "", value = ""] = args;
+      if (!/^[A-Za-z_][A-Za-z0-9_]*$/.test(name))
+        throw bad(`${where}: ${JSON.stringify(name)} is not a name of a variable`);
+      return { type, name, value };
+    }
+    case "SHELL":
+      if (args[0] === undefined || args[0] === "") throw bad(`${where}: the program is missing`);
+      return { type, words: args };
+    case "CMD":
+    case "ENTRYPOINT":
+      // `CMD []` and an empty text take away what the image has.
+      return { type, command: args.length === 0 || (args.length === 1 && args[0] === "") ? [] : command() };
+    case "HEALTHCHECK":
+      if (step.exec !== true && args[0]?.trim().toUpperCase() === "NONE") return { type, command: "none" };
+      if (step.exec !== true && (args[0] ?? "").trim() === "") throw bad(`${where}: the command is missing`);
+      return { type, command: command() };
+    case "FROM":
+      return { type, name: args[0] ?? "" };
+    default:
+      return undefined;
+  }
+}
+
 /** Checks the steps of a request before anything is started; error 400 names the step. */
-export function parseSteps(steps: BuildStartRequest["steps"]): Step[] {
+export function parseSteps(
+  steps: readonly BuildStepRequest[],
+  options: { readonly dockerfile?: boolean; readonly stage?: string; readonly stages?: number } = {},
+): Step[] {
+  const { dockerfile = false, stage, stages = 0 } = options;
   return steps.map((step, index): Step => {
     const type = step.type.toUpperCase();
-    const where = `step ${index + 1} (${type})`;
+    const where = `step ${stage === undefined ? "" : `${stage} `}${index + 1} (${type})`;
+    if (step.from !== undefined && (!dockerfile || step.from >= stages))
+      throw bad(`${where}: there is no stage ${step.from} before it`);
+    if (dockerfile) {
+      const own = dockerfileStep(type, step, where);
+      if (own !== undefined) return own;
+    }
     const first = (what: string): string => {
       const value = step.args[0];
       if (value === undefined || value.trim() === "") throw bad(`${where}: ${what} is missing`);
@@ -128,36 +247,139 @@ export function parseSteps(steps: BuildStartRequest["steps"]): Step[] {
   });
 }
 
-/** Context after a step. `WORKDIR` with a relative path is resolved against the present one. */
-export function applyStep(context: StartupContext, step: Step): StartupContext {
+/** Variables of words: those of ENV win over those of ARG. */
+export function variables({ context, dockerfile }: StageState): Readonly<Record<string, string>> {
+  return { ...dockerfile?.args, ...context.envVars };
+}
+
+/** The step with the variables in its words replaced, as far as Docker replaces them. */
+export function expandStep(step: Step, state: StageState): Step {
+  const { dockerfile } = state;
+  if (dockerfile === undefined) return step;
+  const known = variables(state);
+  const expand = (word: string): string => {
+    try {
+      return expandWord(word, (name) => known[name], { escape: dockerfile.escape });
+    } catch (error) {
+      if (error instanceof WordError) throw bad(error.message);
+      throw error;
+    }
+  };
+  const words = (list: readonly string[]) =>
+    list.flatMap((word) => splitWords(expand(word), dockerfile.escape)).filter((word) => word !== "");
+  switch (step.type) {
+    case "ENV":
+    case "LABEL":
+      // All of one instruction see the values from before it.
+      return { ...step, pairs: step.pairs.map(([key, value]) => [expand(key), expand(value)]) };
+    case "ARG":
+      return { ...step, value: expand(step.value) };
+    case "WORKDIR":
+      return { ...step, path: expand(step.path) };
+    case "USER":
+      return { ...step, name: expand(step.name) };
+    case "EXPOSE":
+      return { ...step, ports: words(step.ports) };
+    case "VOLUME":
+      return { ...step, paths: step.paths.map(expand) };
+    case "COPY":
+    case "ADD": {
+      const owner = step.owner === undefined ? undefined : expand(step.owner);
+      const target = expand(step.target);
+      if (target === "") throw bad("the target is empty");
+      checkOwner(owner ?? "", step.type);
+      return {
+        ...step,
+        target,
+        // Sources of an upload are the client's matter.
+        source: step.from === undefined ? step.source : expand(step.source),
+        ...(owner === undefined || owner === "" ? {} : { owner }),
+      };
+    }
+    default:
+      return step;
+  }
+}
+
+function commandWords(command: DockerCommand, shell: readonly string[]): readonly string[] {
+  return typeof command === "string" ? [...shell, command] : command;
+}
+
+/** State after a step whose words are expanded. `WORKDIR` with a relative path is resolved against the present one. */
+export function applyStep(state: StageState, step: Step): StageState {
+  const { context, dockerfile } = state;
+  const changed = (change: Partial<StartupContext>): StageState => ({
+    ...state,
+    context: { ...context, ...change },
+  });
+  const noted = (change: Partial<DockerfileState>, of: StageState = state): StageState =>
+    dockerfile === undefined ? of : { ...of, dockerfile: { ...dockerfile, ...change } };
   switch (step.type) {
     case "RUN":
     case "COPY":
     case "ADD":
-      return context;
+      return state;
     case "ENV":
-      return { ...context, envVars: { ...context.envVars, ...Object.fromEntries(step.pairs) } };
+      return changed({ envVars: { ...context.envVars, ...Object.fromEntries(step.pairs) } });
     case "WORKDIR":
-      return { ...context, workdir: posix.resolve("/", context.workdir ?? "/", step.path) };
+      return changed({ workdir: posix.resolve("/", context.workdir ?? "/", step.path) });
     case "USER":
-      return { ...context, user: step.name };
+      return changed({ user: step.name });
     case "EXPOSE":
-      return { ...context, exposedPorts: [...new Set([...context.exposedPorts, ...step.ports])] };
+      return changed({ exposedPorts: [...new Set([...context.exposedPorts, ...step.ports])] });
     case "VOLUME":
-      return { ...context, volumes: [...new Set([...context.volumes, ...step.paths])] };
+      return changed({ volumes: [...new Set([...context.volumes, ...step.paths])] });
     case "LABEL":
-      return { ...context, labels: { ...context.labels, ...Object.fromEntries(step.pairs) } };
+      return changed({ labels: { ...context.labels, ...Object.fromEntries(step.pairs) } });
+    case "ARG":
+      return noted({ args: { ...dockerfile?.args, [step.name]: step.value } });
+    case "SHELL":
+      return noted({ shell: step.words });
+    case "CMD":
+      return noted(
+        { ownCmd: true },
+        changed({ cmd: commandWords(step.command, dockerfile?.shell ?? DOCKER_SHELL) }),
+      );
+    case "ENTRYPOINT": {
+      const entrypoint = commandWords(step.command, dockerfile?.shell ?? DOCKER_SHELL);
+      if (dockerfile?.ownCmd === true) return changed({ entrypoint });
+      // The image's CMD was meant for the image's ENTRYPOINT.
+      return changed({ entrypoint, cmd: [] });
+    }
+    case "HEALTHCHECK": {
+      if (dockerfile === undefined) return state;
+      const { healthcheck: _before, ...rest } = dockerfile;
+      const { command } = step;
+      return {
+        ...state,
+        dockerfile:
+          command === "none" ? rest : { ...rest, healthcheck: commandWords(command, dockerfile.shell) },
+      };
+    }
+    case "FROM":
+      return noted({ ownCmd: false });
   }
+}
+
+/** Words as a shell reads them back. */
+export function quoteWords(words: readonly string[]): string {
+  return words
+    .map((word) => (/^[A-Za-z0-9_@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'\\''`)}'`))
+    .join(" ");
+}
+
+function showCommand(command: DockerCommand): string {
+  return typeof command === "string" ? command : JSON.stringify(command);
 }
 
 /** One line that names a step in logs and errors. */
 export function describeStep(step: Step): string {
   switch (step.type) {
     case "RUN":
-      return `RUN ${step.command}`;
+      return `RUN ${step.exec === undefined ? step.command : JSON.stringify(step.exec)}`;
     case "COPY":
     case "ADD":
-      return `${step.type} ${step.source} ${step.target}`;
+      return `${step.type} ${step.from === undefined ? "" : `--from=${step.from} `}${step.source} ${step.target}`;
     case "ENV":
     case "LABEL":
       return `${step.type} ${step.pairs.map(([key]) => key).join(" ")}`;
@@ -169,5 +391,15 @@ export function describeStep(step: Step): string {
       return `EXPOSE ${step.ports.join(" ")}`;
     case "VOLUME":
       return `VOLUME ${step.paths.join(" ")}`;
+    case "ARG":
+      return `ARG ${step.name}`;
+    case "SHELL":
+      return `SHELL ${JSON.stringify(step.words)}`;
+    case "CMD":
+    case "ENTRYPOINT":
+    case "HEALTHCHECK":
+      return `${step.type} ${showCommand(step.command)}`;
+    case "FROM":
+      return `FROM ${step.name}`;
   }
 }

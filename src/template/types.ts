@@ -15,17 +15,38 @@ export interface TemplateCreateRequest {
   readonly memoryMiB?: number;
 }
 
+export interface BuildStepRequest {
+  readonly type: string;
+  readonly args: readonly string[];
+  readonly filesHash?: string;
+  /** Not from the cache, and so nothing after it. */
+  readonly force?: boolean;
+  /** COPY: the files come from that stage (an index of `stages`), not from an upload. */
+  readonly from?: number;
+  /** RUN, CMD, ENTRYPOINT, HEALTHCHECK of a Dockerfile: `args` are a program and its arguments, not a shell's text. */
+  readonly exec?: boolean;
+}
+
+export interface BuildStageRequest {
+  readonly name?: string;
+  /** Absent: the server's default image. `scratch` is an empty file system. */
+  readonly fromImage?: string;
+  readonly steps: readonly BuildStepRequest[];
+}
+
 export interface BuildStartRequest {
   readonly fromImage?: string;
   readonly fromTemplate?: string;
   readonly credentials?: { readonly username: string; readonly password: string };
-  readonly steps: readonly {
-    readonly type: string;
-    readonly args: readonly string[];
-    readonly filesHash?: string;
-    /** Not from the cache, and so nothing after it. */
-    readonly force?: boolean;
-  }[];
+  readonly steps: readonly BuildStepRequest[];
+  /** Other stages of a Dockerfile; only those are built that a COPY still needs. */
+  readonly stages?: readonly BuildStageRequest[];
+  /**
+   * The steps are a Dockerfile's: words are raw (variables and quotes as written), ARG is for the build alone, RUN
+   * is given to the image's shell, COPY makes root's files, ENTRYPOINT with CMD is the start command and
+   * HEALTHCHECK the ready command unless the request has its own (an empty one is none at all).
+   */
+  readonly dockerfile?: { readonly escape: "\\" | "`" };
   /** Nothing from the step cache. */
   readonly force?: boolean;
   readonly startCmd?: string;

@@ -58,6 +58,9 @@ export function startFakeAgent(root: string): FakeAgent {
       // The agent's own program, for the files of COPY steps: below the root of this guest.
       cmd = join(import.meta.dir, "../../build/envd");
       args = [...args, "--root", root, "--address", "127.0.0.1"];
+    } else if (cmd === "/proc/1/exe" && args[0] === "pack") {
+      cmd = join(import.meta.dir, "../../build/envd");
+      args = ["pack", "--root", root, ...args.slice(1)];
     } else if (!RUNNABLE.has(cmd)) {
       const error = { error: { code: "invalid_argument", message: `exec: ${cmd}: not found` } };
       return new Response(frame(2, error), { headers: { "content-type": "application/connect+json" } });
