@@ -256,10 +256,10 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
     },
     flush,
     async restack(sealedPath, freshUpper) {
-      // What the sealed layer promises is durable, so a device that lost writes must not make one. What is
-      // written after this flush is synced by the stack itself, on the thread.
+      // What the sealed layer promises is durable, so a device that lost writes must not make one. The guest's
+      // reads and writes go on during what follows; its flushes wait.
       await flush();
-      return flusher.exclusive(() => {
+      return flusher.exclusive(async () => {
         usable();
         try {
           return await drive(stack.restackSteps(sealedPath, freshUpper), engine);
