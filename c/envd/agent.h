@@ -46,10 +46,10 @@ typedef struct agent {
   int32_t ts_nsec;
   // parts
   struct proc *procs;
-  struct job *jobs;
+  struct job *jobs, *jobs_waiting;
   struct watcher *watchers;
   struct ports *ports; // NULL: loopback services are not exposed
-  unsigned njobs, nprocs, nwatchers;
+  unsigned njobs, nwaiting, nprocs, nwatchers;
   uint64_t cpu_busy, cpu_total; // /proc/stat at the last /metrics
   buf frame; // room for the message being sent, kept: large blocks are costly to get and give back
 } agent;
@@ -150,7 +150,8 @@ void rpc_resume(call *k);             // a client stream paused by http_pause_bo
 // ---- job.c: work in a child process ------------------------------------------------------------
 
 // Runs fn in a forked child; its output (bytes it puts into out) comes back to done, in the loop. The child
-// sees a copy of everything and may block. Cancelling kills it.
+// sees a copy of everything and may block. Where too many run it waits for its turn. Cancelling kills it. NULL when
+// it can neither run nor wait.
 typedef struct job job;
 struct job {
   agent *ag;
@@ -158,6 +159,8 @@ struct job {
   pid_t pid;
   ev e;
   buf out;
+  bool waiting;
+  void (*fn)(void *owner, buf *out);
   void (*done)(job *j, bool ok);
   void *owner; // NULL after job_cancel
 };

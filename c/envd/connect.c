@@ -258,6 +258,7 @@ static void on_unary_body(conn *c, const uint8_t *p, size_t n) {
     }
     if (!k->code) decode(k, p, n);
     buf_free(&plain);
+    buf_free(&c->collect); // decoded is copied: the call may last
   }
   if (k->code)
     rpc_finish(k);

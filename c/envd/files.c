@@ -305,6 +305,10 @@ static void download(conn *c, arena *a, const char *path) {
     char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t len0 = h.oom ? -ENOMEM : read_whole(link, &whole, SIZELESS_MAX);
+    if (len0 == -EAGAIN) { // a stream (/proc/kmsg) that has nothing more to tell now
+      whole = calloc(1, 1);
+      len0 = whole ? 0 : -ENOMEM;
+    }
     if (len0 < 0)
       fail_path(c, a, status_of((int)len0), "cannot read", path, (int)len0);
     else

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -238,7 +239,9 @@ static void next_request(conn *c) {
 // The answer is out but the client still sends: closing now would reset it before it has read the answer.
 static void start_linger(conn *c) {
   end_exchange(c);
+  buf_clear(&c->in); // full, it would keep us from reading on
   c->lingering = true;
+  c->linger_until = mono_ms() + HTTP_LINGER_MAX_MS;
   shutdown(c->e.fd, SHUT_WR);
   timer_set(c->srv->l, &c->t, HTTP_LINGER_MS);
 }
@@ -272,6 +275,18 @@ int http_chunk_size(const char *line, size_t n, uint64_t *out) {
   return 0;
 }
 
+enum { CHUNK_LINE_MAX = 16 * 1024 }; // a trailer line may carry something
+
+// Where the body ends is unknown: nothing more can be understood on this connection.
+static void bad_chunk(conn *c) {
+  c->keep_alive = false;
+  if (!c->resp_started)
+    http_error(c, 400, "malformed chunked body");
+  else if (!c->resp_done)
+    http_abort(c);
+  c->body_done = true;
+}
+
 // Moves body bytes from `in` to the sink. True when something moved.
 static bool feed_body(conn *c) {
   size_t have = buf_len(&c->in);
@@ -299,12 +314,14 @@ static bool feed_body(conn *c) {
   }
   char *eol = memmem(p, have, "\r\n", 2);
   if (!eol) {
-    if (have > 1024) c->keep_alive = false, http_error(c, 400, "chunk line too long"), c->body_done = true;
+    if (have > CHUNK_LINE_MAX) bad_chunk(c);
     return false;
   }
   size_t line = (size_t)(eol - p);
-  bool bad = false;
-  if (c->chunk == CH_DATA_END) {
+  bool bad = line > CHUNK_LINE_MAX;
+  if (bad) {
+    // below
+  } else if (c->chunk == CH_DATA_END) {
     bad = line != 0;
     c->chunk = CH_SIZE;
   } else if (c->chunk == CH_SIZE) {
@@ -320,12 +337,7 @@ static bool feed_body(conn *c) {
     }
   }
   if (bad) {
-    c->keep_alive = false;
-    if (!c->resp_started)
-      http_error(c, 400, "malformed chunked body");
-    else if (!c->resp_done)
-      http_abort(c);
-    c->body_done = true;
+    bad_chunk(c);
     return false;
   }
   buf_consume(&c->in, line + 2);
@@ -354,6 +366,11 @@ static void begin_request(conn *c, size_t used) {
 
 static void conn_process(conn *c) {
   if (c->busy || c->closed) return;
+  if (c->lingering) { // a client that goes on sending is heard for a while, not for ever
+    int64_t left = c->linger_until - mono_ms();
+    timer_set(c->srv->l, &c->t, left < HTTP_LINGER_MS ? left : HTTP_LINGER_MS);
+    return;
+  }
   c->busy = true;
   while (!c->closed) {
     if (c->out.oom || c->in.oom || c->collect.oom) {
@@ -361,17 +378,23 @@ static void conn_process(conn *c) {
       break;
     }
     if (!c->in_request) {
+      // Empty lines in front are left out (RFC 9112 2.2): some clients end a body with one too many.
+      while (buf_len(&c->in) >= 2 && !memcmp(buf_data(&c->in), "\r\n", 2)) buf_consume(&c->in, 2);
       if (!buf_len(&c->in)) break;
       // The head is copied out so that the body can move through `in` while the request lasts.
       const uint8_t *end = memmem(buf_data(&c->in), buf_len(&c->in), "\r\n\r\n", 4);
       size_t hn = end ? (size_t)(end - buf_data(&c->in)) + 4 : buf_len(&c->in);
-      char *head = malloc(hn);
-      if (!head) {
-        http_abort(c);
-        break;
+      char *head = NULL;
+      ssize_t used = 0;
+      if (end || hn > HTTP_HEAD_MAX) {
+        head = malloc(hn);
+        if (!head) {
+          http_abort(c);
+          break;
+        }
+        memcpy(head, buf_data(&c->in), hn);
+        used = http_parse_head(head, hn, &c->r);
       }
-      memcpy(head, buf_data(&c->in), hn);
-      ssize_t used = http_parse_head(head, hn, &c->r);
       if (!used) {
         free(head);
         if (!c->head_timed) {
@@ -471,7 +494,7 @@ static void on_conn(ev *e, uint32_t events) {
       c->eof = true;
     }
     if (n > 0 && c->lingering) n = 0;
-    if (n > 0) c->in.len += (size_t)n;
+    if (n > 0) c->in.len += (size_t)n, c->heard_at = mono_ms();
   } else if (events & EPOLLRDHUP) {
     c->rdhup = true;
     if (c->streaming) {
@@ -634,13 +657,25 @@ void http_error(conn *c, int status, const char *message) {
 
 // ---- listener ----------------------------------------------------------------------------------
 
+enum { ACCEPT_AGAIN_MS = 100 };
+
 static void on_accept_again(timer *t) {
   http_server *s = t->owner;
-  ev_set(s->l, &s->listener, EPOLLIN);
+  if (ev_set(s->l, &s->listener, EPOLLIN)) timer_set(s->l, t, ACCEPT_AGAIN_MS);
+}
+
+// The connection that has been idle for longest, between two requests or before the first: not one of them is owed an
+// answer, so that a crowd of silent ones keeps nobody out.
+static bool close_idlest(http_server *s) {
+  conn *idlest = NULL;
+  for (conn *c = s->conns; c; c = c->next)
+    if (!c->in_request && !c->lingering && !c->busy && (!idlest || c->heard_at <= idlest->heard_at)) idlest = c;
+  if (idlest) conn_close(idlest);
+  return idlest;
 }
 
 static void accept_one(http_server *s, int fd) {
-  conn *c = s->nconns < HTTP_CONNS_MAX ? calloc(1, sizeof *c) : NULL;
+  conn *c = s->nconns < s->max_conns || close_idlest(s) ? calloc(1, sizeof *c) : NULL;
   if (!c) {
     close(fd);
     return;
@@ -679,7 +714,7 @@ static void accept_one(http_server *s, int fd) {
   if (s->conns) s->conns->prev = c;
   s->conns = c;
   s->nconns++;
-  c->sent_at = mono_ms();
+  c->sent_at = c->heard_at = mono_ms();
   timer_set(s->l, &c->t, HTTP_IDLE_MS);
   conn_watch(c);
 }
@@ -693,16 +728,22 @@ static void on_accept(ev *e, uint32_t events) {
       accept_one(s, fd);
       continue;
     }
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-      ev_set(s->l, e, 0); // out of descriptors: look again soon instead of spinning
-      timer_set(s->l, &s->accept_again, 100);
+    int why = errno;
+    if (why == EMFILE || why == ENFILE || why == ENOBUFS || why == ENOMEM) {
+      close_idlest(s);
+      // Out of descriptors: look again soon instead of spinning.
+      if (!timer_set(s->l, &s->accept_again, ACCEPT_AGAIN_MS)) ev_set(s->l, e, 0);
     }
-    if (errno != EINTR && errno != ECONNABORTED) return;
+    if (why != EINTR && why != ECONNABORTED) return;
   }
 }
 
 int http_listen(http_server *s, loop *l, const char *addr, int port) {
   s->l = l;
+  struct rlimit files;
+  s->max_conns = HTTP_CONNS_MAX;
+  // Processes and files need descriptors as well.
+  if (!getrlimit(RLIMIT_NOFILE, &files) && files.rlim_cur / 2 < HTTP_CONNS_MAX) s->max_conns = (unsigned)(files.rlim_cur / 2);
   int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return -errno;
   int one = 1;

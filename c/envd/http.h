@@ -14,11 +14,12 @@ enum {
   HTTP_IN_MAX = 128 * 1024,       // unread request bytes held per connection
   HTTP_OUT_HIGH = 128 * 1024,     // producers stop above this much unsent output …
   HTTP_OUT_LOW = 64 * 1024,       // … and are called again below this
-  HTTP_CONNS_MAX = 8192,
+  HTTP_CONNS_MAX = 8192,          // or half of the descriptors; beyond: the one idle for longest goes
   HTTP_DISCARD_MAX = 16 << 20,    // unread body swallowed after an early answer, to keep the connection
   HTTP_IDLE_MS = 640 * 1000,
   HTTP_HEAD_MS = 60 * 1000,       // from the first to the last byte of a head
-  HTTP_LINGER_MS = 2000,
+  HTTP_LINGER_MS = 2000,          // silence of a client that still sent when it was answered for good
+  HTTP_LINGER_MAX_MS = 30 * 1000, // and all in all
 };
 
 typedef struct {
@@ -71,6 +72,8 @@ struct conn {
   void (*collected)(conn *c, const uint8_t *p, size_t n);
   uint64_t body_left, discarded;
   int64_t sent_at; // when the peer last took something
+  int64_t heard_at; // when it last sent something
+  int64_t linger_until;
   enum chunk_state chunk;
   unsigned trailer_bytes;
   int file_fd; // being sent after `out`, -1 if none
@@ -88,7 +91,7 @@ struct http_server {
   ev listener;
   timer accept_again;
   conn *conns;
-  unsigned nconns;
+  unsigned nconns, max_conns;
   uint64_t next_id;
   int port;
   void *app;

@@ -8,7 +8,7 @@
 
 #include "agent.h"
 
-enum { JOBS_MAX = 64, JOB_OUT_MAX = 64 << 20 };
+enum { JOBS_MAX = 64, JOBS_WAITING_MAX = 4096, JOB_OUT_MAX = 64 << 20 };
 
 static void job_finish(job *j, bool ok) {
   ev_del(&j->ag->loop, &j->e);
@@ -18,15 +18,19 @@ static void job_finish(job *j, bool ok) {
   j->owner = NULL;
 }
 
+static void start_waiting(agent *ag);
+
 static void job_unlink(job *j) {
-  for (job **p = &j->ag->jobs; *p; p = &(*p)->next)
+  agent *ag = j->ag;
+  for (job **p = &ag->jobs; *p; p = &(*p)->next)
     if (*p == j) {
       *p = j->next;
-      j->ag->njobs--;
+      ag->njobs--;
       break;
     }
   buf_free(&j->out);
-  loop_free_later(&j->ag->loop, j);
+  loop_free_later(&ag->loop, j);
+  start_waiting(ag);
 }
 
 static void on_job(ev *e, uint32_t events) {
@@ -47,16 +51,10 @@ static void on_job(ev *e, uint32_t events) {
   if (gone) job_unlink(j);
 }
 
-job *job_start(agent *ag, void *owner, void (*fn)(void *owner, buf *out), void (*done)(job *j, bool ok)) {
-  job *j = ag->njobs < JOBS_MAX ? calloc(1, sizeof *j) : NULL;
+static int launch(job *j) {
+  agent *ag = j->ag;
   int fds[2];
-  if (!j || pipe2(fds, O_CLOEXEC)) {
-    free(j);
-    return NULL;
-  }
-  j->ag = ag;
-  j->owner = owner;
-  j->done = done;
+  if (pipe2(fds, O_CLOEXEC)) return -errno;
   j->e = (ev){.fd = fds[0], .cb = on_job, .owner = j};
   j->pid = fork();
   if (!j->pid) {
@@ -65,24 +63,66 @@ job *job_start(agent *ag, void *owner, void (*fn)(void *owner, buf *out), void (
     dup2(fds[1], 3);
     syscall(SYS_close_range, 4, ~0u, 0); // no wrapper in every libc
     buf out = {0};
-    fn(owner, &out);
+    j->fn(j->owner, &out);
     int rc = out.oom ? -ENOMEM : write_all(3, out.p, buf_len(&out));
     _exit(rc ? 1 : 0);
   }
+  int rc = j->pid < 0 ? -errno : 0;
   close(fds[1]);
-  if (j->pid < 0 || fcntl(fds[0], F_SETFL, O_NONBLOCK) || ev_set(&ag->loop, &j->e, EPOLLIN)) {
+  if (!rc && fcntl(fds[0], F_SETFL, O_NONBLOCK)) rc = -errno;
+  if (!rc) rc = ev_set(&ag->loop, &j->e, EPOLLIN);
+  if (rc) {
     if (j->pid > 0) kill(j->pid, SIGKILL);
     close(fds[0]);
-    free(j);
-    return NULL;
+    return rc;
   }
   j->next = ag->jobs;
   ag->jobs = j;
   ag->njobs++;
+  return 0;
+}
+
+// Each in its turn; one that cannot be started has failed.
+static void start_waiting(agent *ag) {
+  while (ag->njobs < JOBS_MAX && ag->jobs_waiting) {
+    job *j = ag->jobs_waiting;
+    ag->jobs_waiting = j->next;
+    ag->nwaiting--;
+    j->waiting = false;
+    if (!launch(j)) continue;
+    j->done(j, false);
+    loop_free_later(&ag->loop, j);
+  }
+}
+
+job *job_start(agent *ag, void *owner, void (*fn)(void *owner, buf *out), void (*done)(job *j, bool ok)) {
+  job *j = ag->nwaiting < JOBS_WAITING_MAX ? calloc(1, sizeof *j) : NULL;
+  if (!j) return NULL;
+  *j = (job){.ag = ag, .owner = owner, .fn = fn, .done = done, .e = {.fd = -1}};
+  if (ag->njobs < JOBS_MAX) {
+    if (!launch(j)) return j;
+    free(j);
+    return NULL;
+  }
+  job **last = &ag->jobs_waiting;
+  while (*last) last = &(*last)->next;
+  *last = j;
+  ag->nwaiting++;
+  j->waiting = true;
   return j;
 }
 
 void job_cancel(job *j) {
+  if (j->waiting) {
+    for (job **p = &j->ag->jobs_waiting; *p; p = &(*p)->next)
+      if (*p == j) {
+        *p = j->next;
+        break;
+      }
+    j->ag->nwaiting--;
+    loop_free_later(&j->ag->loop, j);
+    return;
+  }
   j->owner = NULL;
   if (j->pid > 0) kill(j->pid, SIGKILL);
 }

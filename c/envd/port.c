@@ -32,7 +32,7 @@ typedef struct tunnel {
   agent *ag;
   ev e[2];
   buf held[2];
-  bool eof[2], shut[2], connecting;
+  bool eof[2], shut[2], hup[2], connecting;
 } tunnel;
 
 struct ports {
@@ -92,6 +92,10 @@ static void tunnel_watch(tunnel *t) {
     uint32_t m = 0;
     if (!t->eof[i] && buf_len(&t->held[1 - i]) < HELD_MAX && !(i == 1 && t->connecting)) m |= EPOLLIN;
     if (buf_len(&t->held[i]) || (i == 1 && t->connecting)) m |= EPOLLOUT;
+    if (!m && t->hup[i]) { // a hang-up is reported even when nothing is asked for: stop hearing it
+      ev_del(&t->ag->loop, &t->e[i]);
+      continue;
+    }
     if (ev_set(&t->ag->loop, &t->e[i], m)) {
       tunnel_free(t);
       return;
@@ -103,6 +107,7 @@ static void on_tunnel(ev *e, uint32_t events) {
   tunnel *t = e->owner;
   int side = e == &t->e[1];
   bool ok = true;
+  if (events & EPOLLHUP) t->hup[side] = true;
   if (side == 1 && t->connecting && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP))) {
     int err = 0;
     socklen_t n = sizeof err;
@@ -126,7 +131,11 @@ static void on_forward(ev *e, uint32_t events) {
   forward *f = e->owner;
   agent *ag = f->ag;
   int client = accept4(e->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (client < 0) return;
+  if (client < 0) {
+    // Out of descriptors: with the next scan again, instead of spinning.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) ev_set(&ag->loop, e, 0);
+    return;
+  }
   tunnel *t = ag->ports->ntunnels < TUNNELS_MAX ? calloc(1, sizeof *t) : NULL;
   int server = t ? socket(f->v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0) : -1;
   struct sockaddr_in a4 = {.sin_family = AF_INET, .sin_port = htons(f->port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -240,7 +249,10 @@ static void scan(agent *ag) {
   size_t n = 0;
   read_table("/proc/net/tcp", false, ps->addr.s_addr, l, &n);
   read_table("/proc/net/tcp6", true, ps->addr.s_addr, l, &n);
-  for (forward *f = ps->forwards; f; f = f->next) f->wanted = false;
+  for (forward *f = ps->forwards; f; f = f->next) {
+    f->wanted = false;
+    ev_set(&ag->loop, &f->e, EPOLLIN);
+  }
   for (size_t i = 0; i < n; i++) {
     forward *have = ps->forwards;
     while (have && have->port != l[i].port) have = have->next;

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,8 @@ enum {
   PTY_CHUNK = 16 * 1024,
   EXIT_KEPT_MS = 30 * 1000,
   PROCS_MAX = 4096,
+  INPUT_MAX = 64 << 20,    // waiting for a process that does not read
+  LAUNCH_MS = 5000,        // from fork to exec
   DRAIN_MAX = 1 << 20, // what may lie in a pipe when its process is cut off
   STALL_LOOK_MS = 5000,
 };
@@ -808,12 +811,22 @@ static void rpc_start(call *k) {
   close_all(l.io, 3);
   if (report[1] >= 0) close(report[1]);
   if (!rc) {
-    ssize_t n;
-    while ((n = read(report[0], err, sizeof err)) < 0 && errno == EINTR) {
+    // A child that is stopped, or waits for a file system that does not answer, must not keep us.
+    struct pollfd pf = {.fd = report[0], .events = POLLIN};
+    int there;
+    while ((there = poll(&pf, 1, LAUNCH_MS)) < 0 && errno == EINTR) {
     }
-    if (n == (ssize_t)sizeof err) {
-      rc = -err[1];
-      waitpid(pid, NULL, 0);
+    ssize_t n;
+    if (there < 1) {
+      kill(pid, SIGKILL); // reaped when it has ended
+      rc = -ETIMEDOUT;
+    } else {
+      while ((n = read(report[0], err, sizeof err)) < 0 && errno == EINTR) {
+      }
+      if (n == (ssize_t)sizeof err) {
+        rc = -err[1];
+        waitpid(pid, NULL, 0);
+      }
     }
   }
   if (report[0] >= 0) close(report[0]);
@@ -822,7 +835,8 @@ static void rpc_start(call *k) {
     if (err[0] == STAGE_CWD)
       rpc_fail(k, INVALID_ARGUMENT, "cwd '%s': %s", dir, strerror(-rc));
     else
-      rpc_fail(k, INVALID_ARGUMENT, "cannot start the process%s: %s", l.pty ? " on a terminal" : "", strerror(-rc));
+      rpc_fail(k, rc == -EMFILE || rc == -ENFILE || rc == -ENOMEM || rc == -EAGAIN ? RESOURCE_EXHAUSTED : INVALID_ARGUMENT,
+               "cannot start the process%s: %s", l.pty ? " on a terminal" : "", strerror(-rc));
     free(p->tag);
     arena_free(&p->a);
     free(p);
@@ -1061,8 +1075,15 @@ static bool give_input(call *k, proc *p, const msg *in) {
     rpc_fail(k, INTERNAL, "stdin of process %d is closed or was not enabled", p->pid);
     return false;
   }
-  input *i = calloc(1, sizeof *i);
   const val *v = sin ? sin : term;
+  size_t waiting = v->n; // of callers that have gone as well
+  for (const input *q = p->inq; q; q = q->next) waiting += buf_len(&q->b);
+  if (waiting > INPUT_MAX) {
+    rpc_fail(k, RESOURCE_EXHAUSTED, "process %d does not read its input: more than %d MiB of it are waiting", p->pid,
+             INPUT_MAX >> 20);
+    return false;
+  }
+  input *i = calloc(1, sizeof *i);
   if (i) buf_put(&i->b, v->s, v->n);
   if (!i || i->b.oom) {
     if (i) buf_free(&i->b);
@@ -1082,7 +1103,12 @@ static bool give_input(call *k, proc *p, const msg *in) {
 
 static void rpc_input(call *k) {
   proc *p = find(k, msg_sub(k->in, 1), false);
-  if (p && give_input(k, p, msg_sub(k->in, 2))) write_inputs(p);
+  if (!p || !give_input(k, p, msg_sub(k->in, 2))) return;
+  // It may take long until all of it is read: one copy is enough.
+  k->in = NULL;
+  k->user = (account){0};
+  arena_free(&k->a);
+  write_inputs(p);
 }
 
 static void rpc_close_stdin(call *k) {

@@ -102,8 +102,16 @@ int stage_open(stage *s, arena *a, const char *path, const account *u) {
       s->fd = open(s->dir, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
     }
     if (s->fd < 0) rc = open_named(s, a); // tells also why nothing can be made there at all
+    // Where no new file can be there can be one to write to: /proc/sys, /sys, a mounted device file.
+    if (rc && exists && rc != -ENOSPC && rc != -EDQUOT) {
+      s->fd = open(s->path, O_WRONLY | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+      if (s->fd < 0) return rc;
+      s->in_place = true;
+      rc = 0;
+    }
   }
-  if (!rc && fchown(s->fd, u->uid, u->gid)) rc = -errno;
+  // Files of the kernel have the owner they have.
+  if (!rc && fchown(s->fd, u->uid, u->gid) && !(exists && s->in_place && errno == EPERM)) rc = -errno;
   if (!rc && !s->in_place && exists) keep_xattrs(s->path, s->fd);
   if (!rc && !s->in_place && fchmod(s->fd, mode)) rc = -errno;
   if (rc) stage_drop(s);

@@ -441,7 +441,8 @@ int http_date_parse(const char *s, int64_t *sec) {
 
 ssize_t read_whole(const char *path, char **out, size_t max) {
   *out = NULL;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY);
+  // What never ends (/proc/kmsg, a pipe in the place of a file) must not make us wait.
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) return -errno;
   buf b = {0};
   ssize_t rc = 0;
@@ -453,7 +454,7 @@ ssize_t read_whole(const char *path, char **out, size_t max) {
     }
     ssize_t n = read(fd, p, 4096);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) rc = -errno;
+    if (n < 0 && !(errno == EAGAIN && b.len)) rc = -errno;
     if (n <= 0) break;
     b.len += (size_t)n;
     if (b.len > max) {

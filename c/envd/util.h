@@ -80,7 +80,8 @@ int http_date_parse(const char *s, int64_t *sec);
 
 // ---- files and paths ---------------------------------------------------------------------------
 
-// Whole file, NUL-terminated, at most max bytes. Length, or -errno. Caller frees *out.
+// Whole file, NUL-terminated, at most max bytes. Length, or -errno. Never waits: of a stream, what is there now
+// (-EAGAIN if nothing). Caller frees *out.
 ssize_t read_whole(const char *path, char **out, size_t max);
 // Writes a short control file (no creation). 0, or -errno.
 int write_control(const char *path, const char *text);

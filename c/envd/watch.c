@@ -17,7 +17,7 @@
 #include "stage.h"
 
 enum { EV_CREATE = 1, EV_WRITE, EV_REMOVE, EV_RENAME, EV_CHMOD };
-enum { WATCHERS_MAX = 512, QUEUE_MAX = 100000, DEPTH_MAX = 128 };
+enum { WATCHERS_MAX = 512, QUEUE_MAX = 100000, DEPTH_MAX = 128, UNSENT_MAX = 16 << 20 };
 
 typedef struct {
   int wd;
@@ -130,6 +130,10 @@ static void fill_event(watcher *w, arena *a, const userdb *db, msg *ev, const ch
 static void emit(watcher *w, const char *name, int type) {
   if (w->failed) return;
   if (w->k) {
+    if (http_pending(w->k->c) > UNSENT_MAX) { // a large tree that appeared at once, and a client that does not read
+      give_up(w, "the client reads too slowly: events were lost");
+      return;
+    }
     arena a = {.limit = 1 << 20};
     msg *resp = msg_new(&a, w->k->m->out);
     msg *ev = msg_add_sub(&a, resp, 2);
