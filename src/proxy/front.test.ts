@@ -229,9 +229,8 @@ describe("control plane", () => {
   });
 
   test("a client that never finishes its head is cut", async () => {
-    const started = performance.now();
-    await exchange(["GET / HT"]);
-    expect(performance.now() - started).toBeLessThan(4000);
+    // It would read for ever.
+    expect((await exchange(["GET / HT"])).text).toBe("");
   });
 });
 

@@ -125,10 +125,9 @@ test("readiness: waits through refusals, gives up in time, ends at once when the
   await client.waitHealthy(2000);
   expect(agent.refuseHealth).toBe(0);
   const nobody = { host: "127.0.0.1", port: 1 };
-  const start = performance.now();
   await expect(waitHealthy(nobody, 100, 5)).rejects.toMatchObject({ code: "agent_not_ready", status: 504 });
-  await expect(waitHealthy(nobody, 60_000, 5, AbortSignal.timeout(50))).rejects.toThrow();
-  expect(performance.now() - start).toBeLessThan(1500);
+  // Longer than a test may take.
+  await expect(waitHealthy(nobody, 600_000, 5, AbortSignal.timeout(50))).rejects.toThrow();
 });
 
 test("a guest that accepts and says nothing does not hold up the answer of a later probe", async () => {
@@ -145,9 +144,9 @@ test("a guest that accepts and says nothing does not hold up the answer of a lat
       },
     },
   });
-  const start = performance.now();
-  await waitHealthy({ host: "127.0.0.1", port: listener.port }, 5000, 3);
-  expect(performance.now() - start).toBeLessThan(1000);
+  await waitHealthy({ host: "127.0.0.1", port: listener.port }, 20_000, 3);
+  // The first ones are still open: nobody waited for them.
+  expect(connections).toBeGreaterThan(2);
   listener.stop(true);
 });
 

@@ -327,8 +327,8 @@ describe("start", () => {
     agent.refuseHealth = 1_000_000;
     factory = open({ initTimeoutMs: 80 });
     await expect(factory.boot(spec())).rejects.toMatchObject({ code: "agent_not_ready" });
-    factory = open({ initTimeoutMs: 30_000 });
-    const start = performance.now();
+    // Longer than a test may take.
+    factory = open({ initTimeoutMs: 600_000 });
     const booting = factory.boot(spec());
     await Bun.sleep(150);
     world.vms.at(-1)?.die();
@@ -336,7 +336,6 @@ describe("start", () => {
       code: "vm_died",
       message: expect.stringContaining("out of luck"),
     });
-    expect(performance.now() - start).toBeLessThan(3000);
   });
 });
 

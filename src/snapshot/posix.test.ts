@@ -286,11 +286,15 @@ test("kill -9 in the middle of publications: every snapshot is there completely 
   const told: string[] = [];
   for (let round = 0; round < 6; round++) {
     const child = Bun.spawn([process.execPath, "-e", script], { stdout: "pipe", stderr: "inherit" });
-    const output = new Response(child.stdout).text();
-    await Bun.sleep(100 + round * 37);
-    child.kill("SIGKILL");
+    let output = "";
+    const decoder = new TextDecoder();
+    for await (const chunk of child.stdout) {
+      // From its first word on, at a moment of its own.
+      if (output === "") setTimeout(() => child.kill("SIGKILL"), 3 + round * 17);
+      output += decoder.decode(chunk);
+    }
     await child.exited;
-    told.push(...(await output).split("\n").filter((line) => line.length === 36));
+    told.push(...output.split("\n").filter((line) => line.length === 36));
     rmSync(join(root, "repository/catalog/aliases"), { recursive: true, force: true });
     mkdirSync(join(root, "repository/catalog/aliases"), { recursive: true });
   }
