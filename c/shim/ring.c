@@ -1,7 +1,8 @@
 #include "ring.h"
 
+#include "ring-private.h"
+
 #include <errno.h>
-#include <liburing.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -11,33 +12,33 @@
 
 #define AENV_EXPORT __attribute__((visibility("default")))
 
-struct ring {
-	struct io_uring uring;
-	int event_fd;
-};
-
 /* Completion work runs when this thread asks for results, not in the middle of JavaScript. Kernels before
  * 6.1 do not know these flags. */
-static int init_uring(struct io_uring *uring, unsigned entries)
+static int init_uring(struct io_uring *uring, unsigned entries, unsigned results, unsigned flags)
 {
 	struct io_uring_params params;
+	if (results != 0)
+		flags |= IORING_SETUP_CQSIZE;
 	memset(&params, 0, sizeof params);
-	params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
+	params.cq_entries = results;
+	params.flags = flags | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
 	int error = io_uring_queue_init_params(entries, uring, &params);
 	if (error != -EINVAL)
 		return error;
 	memset(&params, 0, sizeof params);
+	params.cq_entries = results;
+	params.flags = flags;
 	return io_uring_queue_init_params(entries, uring, &params);
 }
 
-AENV_EXPORT void *aenv_ring_new(uint32_t entries, int32_t *error)
+static void *new_ring(unsigned entries, unsigned results, unsigned flags, int32_t *error)
 {
 	struct ring *ring = calloc(1, sizeof *ring);
 	if (ring == NULL) {
 		*error = -ENOMEM;
 		return NULL;
 	}
-	*error = init_uring(&ring->uring, entries);
+	*error = init_uring(&ring->uring, entries, results, flags);
 	if (*error < 0) {
 		free(ring);
 		return NULL;
@@ -51,6 +52,16 @@ AENV_EXPORT void *aenv_ring_new(uint32_t entries, int32_t *error)
 		return NULL;
 	}
 	return ring;
+}
+
+AENV_EXPORT void *aenv_ring_new(uint32_t entries, int32_t *error)
+{
+	return new_ring(entries, 0, 0, error);
+}
+
+AENV_EXPORT void *aenv_ring_new_commands(uint32_t entries, uint32_t results, int32_t *error)
+{
+	return new_ring(entries, results, IORING_SETUP_SQE128, error);
 }
 
 AENV_EXPORT void aenv_ring_free(void *handle)

@@ -15,6 +15,9 @@
  * -EPERM or -ENOSYS where io_uring is switched off or missing. */
 void *aenv_ring_new(uint32_t entries, int32_t *error);
 
+/* The same with 128-byte entries, which device commands need (ublk.h), and room for `results` results. */
+void *aenv_ring_new_commands(uint32_t entries, uint32_t results, int32_t *error);
+
 /* Ends the ring. Requests in flight are cancelled or finished by the kernel: the caller waits for them first. */
 void aenv_ring_free(void *ring);
 

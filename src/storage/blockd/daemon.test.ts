@@ -265,7 +265,6 @@ describe("one daemon", () => {
     };
     const cases: [object, string][] = [
       [{ deviceId: "a/b" }, "bad_request"],
-      [{ exportKind: "ublk" }, "export_unsupported"],
       [{ image: { lowers: [] } }, "device_without_upper"],
       [{ image: { lowers: [], upper } }, "device_without_size"],
       [{ image: { lowers: [], upper, virtualSizeBytes: 1000 } }, "bad_request"],
@@ -273,6 +272,10 @@ describe("one daemon", () => {
     ];
     for (const [change, code] of cases) {
       await expect(client.create({ ...spec, ...change })).rejects.toMatchObject({ code, status: 400 });
+    }
+    if (!existsSync("/dev/ublk-control")) {
+      const refused = client.create({ ...spec, exportKind: "ublk" });
+      await expect(refused).rejects.toMatchObject({ code: "ublk_unusable", status: 503 });
     }
     const missing = { ...spec, image: { lowers: [{ file: join(root, "no-such-layer") }], upper } };
     await expect(client.create(missing)).rejects.toThrow("no-such-layer");

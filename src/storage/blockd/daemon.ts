@@ -5,6 +5,7 @@ import type { Socket } from "bun";
 import { AenvError, errorChain } from "../../lib/errors.ts";
 import { FileLock, lockHolder } from "../../lib/file-lock.ts";
 import { createLogger, type Logger } from "../../lib/log.ts";
+import { ublkStamp } from "../export/ublk/index.ts";
 import { Devices } from "./devices.ts";
 import { toBlockdError } from "./errors.ts";
 import { encodeFrame, FrameDecoder, FrameWriter } from "./framing.ts";
@@ -26,6 +27,9 @@ const DEFAULT_WORKERS = 2;
 const MAX_WORKERS = 64;
 const DEFAULT_BLOCK_CACHE_MIB = 128;
 const MAX_BLOCK_CACHE_MIB = 1 << 20;
+/** The kernel has numbers for about a million; each costs it some 100 KiB. */
+const DEFAULT_MAX_UBLK_DEVICES = 4096;
+const MAX_UBLK_DEVICES = 1 << 16;
 const MAX_CLIENTS = 64;
 const MAX_REQUESTS_PER_CLIENT = 256;
 /** A page of a list stays below this, so that it fits into a message with room to spare. */
@@ -39,6 +43,7 @@ interface DaemonOptions {
   readonly runtimeDir: string;
   readonly workers: number;
   readonly blockCacheMiB: number;
+  readonly maxUblkDevices: number;
   /** Where to serve metrics: a unix socket's path, or host and port. */
   readonly metrics:
     | { readonly unix: string }
@@ -47,11 +52,13 @@ interface DaemonOptions {
 }
 
 const USAGE = `usage: agentenv blockd --socket PATH --runtime-dir DIR [options]
+       agentenv blockd --probe-ublk
 
   --socket PATH            control socket
   --runtime-dir DIR        device table and export sockets
   --workers N              threads that serve devices, 1 to ${MAX_WORKERS} (default ${DEFAULT_WORKERS})
   --block-cache-mib N      memory for decompressed blocks, all workers together (default ${DEFAULT_BLOCK_CACHE_MIB})
+  --max-ublk-devices N     block devices of the kernel at once (default ${DEFAULT_MAX_UBLK_DEVICES})
   --metrics ADDRESS        serve Prometheus metrics at HOST:PORT or the unix socket /PATH`;
 
 function parseOptions(argv: string[]): DaemonOptions {
@@ -62,13 +69,14 @@ function parseOptions(argv: string[]): DaemonOptions {
       "runtime-dir": { type: "string" },
       workers: { type: "string" },
       "block-cache-mib": { type: "string" },
+      "max-ublk-devices": { type: "string" },
       metrics: { type: "string" },
     },
   });
   const { socket, "runtime-dir": runtimeDir, metrics } = values;
   if (socket === undefined || runtimeDir === undefined)
     throw new TypeError("--socket and --runtime-dir are needed");
-  const whole = (name: "workers" | "block-cache-mib", absent: number, max: number) => {
+  const whole = (name: "workers" | "block-cache-mib" | "max-ublk-devices", absent: number, max: number) => {
     const text = values[name] ?? String(absent);
     const value = /^\d+$/.test(text) ? Number(text) : 0;
     if (value < 1 || value > max) throw new TypeError(`--${name} must be 1 to ${max}`);
@@ -79,6 +87,7 @@ function parseOptions(argv: string[]): DaemonOptions {
     runtimeDir: resolve(runtimeDir),
     workers: whole("workers", DEFAULT_WORKERS, MAX_WORKERS),
     blockCacheMiB: whole("block-cache-mib", DEFAULT_BLOCK_CACHE_MIB, MAX_BLOCK_CACHE_MIB),
+    maxUblkDevices: whole("max-ublk-devices", DEFAULT_MAX_UBLK_DEVICES, MAX_UBLK_DEVICES),
     metrics: metrics === undefined ? undefined : parseMetricsAddress(metrics),
   };
 }
@@ -370,6 +379,7 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
   const workerOptions = {
     blockCacheBytes: Math.floor((options.blockCacheMiB * 2 ** 20) / options.workers),
     indexCacheDirectory: join(runtimeDir, "index-cache"),
+    ublkStamp: ublkStamp(runtimeDir),
   };
   const workers = Array.from(
     { length: options.workers },
@@ -382,7 +392,7 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
       }),
   );
   const table = new DeviceTable(runtimeDir);
-  const devices = new Devices(table, workers, exportDir, log);
+  const devices = new Devices(table, workers, exportDir, log, options.maxUblkDevices);
   const ready = devices.restore().then(() =>
     removeStrayExports(
       exportDir,
@@ -434,6 +444,11 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
 
 /** The program `agentenv blockd`. Exit codes: 0 ended as told, 1 failed or already running, 2 bad usage. */
 export async function runDaemon(argv: string[]): Promise<number> {
+  if (argv[0] === "--probe-ublk") {
+    const { probeUblkHere } = await import("../export/ublk/index.ts");
+    process.stdout.write(`${JSON.stringify(await probeUblkHere())}\n`);
+    return 0;
+  }
   let options: DaemonOptions;
   try {
     options = parseOptions(argv);

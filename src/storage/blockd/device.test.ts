@@ -116,20 +116,26 @@ function memoryStack(): MemoryStack {
   };
 }
 
-function open(stack: LayerStack, name: string, io: IoEngine = engine) {
+async function open(stack: LayerStack, name: string, io: IoEngine = engine) {
   const socketPath = join(dir, `${name}.sock`);
-  const device = openDevice(
+  const device = await openDevice(
     {
       op: "open",
       deviceId: name,
       image: { lowers: [], upper: { data: join(dir, "absent") }, virtualSizeBytes: SIZE },
       readOnly: false,
+      exportKind: "nbd",
+      ublkId: undefined,
       socketPath,
       upperMustExist: false,
     },
     {
       openStack: () => stack,
       pool: new BufferPool(),
+      ublk: () => {
+        throw new Error("not here");
+      },
+      ublkStamp: 1,
       engine: io,
       nowhere: new Uint8Array(new ArrayBuffer(256 << 10)),
       log: pino({ level: "silent" }),
@@ -176,7 +182,7 @@ test("any alignment reads, writes and drops the same bytes as plain memory", () 
 
 test("a full disk reaches the guest as ENOSPC, and the device works on", async () => {
   const stack = memoryStack();
-  const { device, socketPath } = open(stack, "full");
+  const { device, socketPath } = await open(stack, "full");
   await using _ = device;
   using client = await RawClient.open(socketPath, "full");
   const data = new Uint8Array(4096).fill(7);
@@ -198,7 +204,7 @@ test("a full disk reaches the guest as ENOSPC, and the device works on", async (
 
 test("after a failed flush no later one claims success, and no layer is sealed; reads go on", async () => {
   const stack = memoryStack();
-  const { device, socketPath } = open(stack, "lost");
+  const { device, socketPath } = await open(stack, "lost");
   await using _ = device;
   using client = await RawClient.open(socketPath, "lost");
   client.send(request(Command.write, 1, 0, 512, 0, new Uint8Array(512).fill(1)));
@@ -217,7 +223,7 @@ test("after a failed flush no later one claims success, and no layer is sealed; 
 
 test("flushes that come while one is under way share the next; a flush with nothing written is free", async () => {
   const stack = memoryStack();
-  const { device, socketPath } = open(stack, "shared");
+  const { device, socketPath } = await open(stack, "shared");
   await using _ = device;
   using client = await RawClient.open(socketPath, "shared");
   const write = (cookie: number) => request(Command.write, cookie, 0, 512, 0, new Uint8Array(512));
@@ -240,7 +246,7 @@ test("flushes that come while one is under way share the next; a flush with noth
 test("a read that finds nothing in memory is answered all the same, and waits in the end", async () => {
   const stack = memoryStack();
   stack.memory.fill(9);
-  const { device, socketPath } = open(stack, "late");
+  const { device, socketPath } = await open(stack, "late");
   await using _ = device;
   using client = await RawClient.open(socketPath, "late");
   for (const cold of [1, 2, 4, 100]) {
@@ -272,7 +278,7 @@ test("layers that were dropped from the page cache are read right, alone and as 
     libc.symbols.posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     closeSync(fd);
   };
-  const { device, socketPath } = open(openStack({ lowers: [{ file: layer }] }), "cold");
+  const { device, socketPath } = await open(openStack({ lowers: [{ file: layer }] }), "cold");
   await using _ = device;
   using client = await RawClient.open(socketPath, "cold");
   let cookie = 0;
@@ -293,7 +299,7 @@ test("layers that were dropped from the page cache are read right, alone and as 
 
 test("closing waits for a flush under way", async () => {
   const stack = memoryStack();
-  const { device } = open(stack, "closing");
+  const { device } = await open(stack, "closing");
   stack.dirty = true;
   const flushed = device.flush();
   const closed = device[Symbol.asyncDispose]();
@@ -306,7 +312,7 @@ test("closing waits for a flush under way", async () => {
 
 test("a restack that fails half-way makes the device refuse everything, any other failure does not", async () => {
   const stack = memoryStack();
-  const { device, socketPath } = open(stack, "terminal");
+  const { device, socketPath } = await open(stack, "terminal");
   await using _ = device;
   using client = await RawClient.open(socketPath, "terminal");
   const restack = () => device.restack(join(dir, "sealed2"), { data: join(dir, "fresh2") });
@@ -341,7 +347,7 @@ test("while a restack waits for the disk reads and writes go on, flushes wait, a
     stats: () => engine.stats(),
     [Symbol.asyncDispose]: async () => undefined,
   };
-  const { device, socketPath } = open(stack, "busy", slowEngine);
+  const { device, socketPath } = await open(stack, "busy", slowEngine);
   await using _ = device;
   using client = await RawClient.open(socketPath, "busy");
   let cookie = 0;
@@ -388,7 +394,7 @@ test("while a restack waits for the disk reads and writes go on, flushes wait, a
 });
 
 test("a seventeenth connection is turned away", async () => {
-  const { device, socketPath } = open(memoryStack(), "limit");
+  const { device, socketPath } = await open(memoryStack(), "limit");
   await using _ = device;
   const clients: RawClient[] = [];
   for (let i = 0; i < 16; i++) clients.push(await RawClient.open(socketPath, "limit"));

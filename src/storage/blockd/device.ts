@@ -8,6 +8,7 @@ import {
   type NbdTarget,
   serveNbd,
 } from "../export/nbd/index.ts";
+import type { UblkExport, UblkServer } from "../export/ublk/index.ts";
 import type { IoEngine } from "../io/index.ts";
 import type {
   ImageConfig,
@@ -33,6 +34,12 @@ export interface Device extends AsyncDisposable {
   readonly virtualSizeBytes: number;
   /** What is under it now. */
   readonly image: ImageConfig;
+  /** Where the kernel has it, for a device exported over ublk. */
+  readonly ublk:
+    | { readonly id: number; readonly devicePath: string; readonly recovered: boolean }
+    | undefined;
+  /** No request is served from now on; those that a ublk device holds wait for the next server. */
+  detach(): void;
   flush(): Promise<void>;
   restack(sealedPath: string, freshUpper: UpperRef): Promise<LayerRef>;
   stats(): DeviceStats;
@@ -54,6 +61,9 @@ interface Counters {
 export interface DeviceContext {
   readonly openStack: OverlaybdRoom["openStack"];
   readonly pool: BufferPool;
+  /** The thread's server of ublk devices; throws `ublk_unusable` where the host has none. */
+  readonly ublk: () => UblkServer;
+  readonly ublkStamp: number;
   readonly engine: IoEngine;
   /** Memory that fetches read into and nobody looks at, see Fetcher. */
   readonly nowhere: Uint8Array;
@@ -80,7 +90,7 @@ function eventLogger(log: Logger): (event: NbdEvent) => void {
       const { operation, offsetBytes, error } = event;
       log.error({ operation, offsetBytes, err: error, ...more }, `${operation} failed, the guest was told`);
     } else {
-      log.warn({ ...more }, `nbd client: ${event.message}`);
+      log.warn({ ...more }, `export: ${event.message}`);
     }
   };
 }
@@ -121,12 +131,14 @@ function deviceTerminal(deviceId: string, cause: unknown): AenvError {
 }
 
 /** Opens the stack and exports it. On error nothing stays open. */
-export function openDevice(request: OpenRequest, context: DeviceContext): Device {
+export async function openDevice(request: OpenRequest, context: DeviceContext): Promise<Device> {
   const { deviceId, readOnly } = request;
   const { pool, engine } = context;
   const log = context.log.child({ deviceId });
   const { upper, ...withoutUpper } = request.image;
   if (request.upperMustExist && !readOnly) checkUpperExists(request.image);
+  // Asked first: a host without it must not get an empty upper for nothing.
+  const server = request.exportKind === "ublk" ? context.ublk() : undefined;
   const stack = context.openStack(
     readOnly || upper === undefined ? withoutUpper : { ...withoutUpper, upper },
   );
@@ -147,6 +159,7 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
   let flushFailure: unknown;
   let terminal: unknown;
   let closed = false;
+  let detached = false;
 
   const usable = () => {
     if (terminal !== undefined) throw deviceTerminal(deviceId, terminal);
@@ -231,17 +244,19 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
   };
 
   const logEvent = eventLogger(log);
-  let nbd: ReturnType<typeof serveNbd>;
+  const onEvent = (event: NbdEvent) => {
+    if (event.kind === "io_error") counters.errorOps++;
+    logEvent(event);
+  };
+  let nbd: ReturnType<typeof serveNbd> | undefined;
+  let ublk: UblkExport | undefined;
   try {
-    nbd = serveNbd({
-      socketPath: request.socketPath,
-      target,
-      pool,
-      onEvent: (event) => {
-        if (event.kind === "io_error") counters.errorOps++;
-        logEvent(event);
-      },
-    });
+    if (server === undefined) {
+      nbd = serveNbd({ socketPath: request.socketPath, target, pool, onEvent });
+    } else {
+      const previous = request.ublkId === undefined ? undefined : { id: request.ublkId };
+      ublk = await server.export({ target, stamp: context.ublkStamp, previous, onEvent });
+    }
   } catch (error) {
     stack[Symbol.dispose]();
     throw error;
@@ -253,6 +268,15 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
     virtualSizeBytes: stack.virtualSizeBytes,
     get image() {
       return stack.image;
+    },
+    ublk:
+      ublk === undefined
+        ? undefined
+        : { id: ublk.id, devicePath: ublk.devicePath, recovered: ublk.recovered },
+    detach() {
+      nbd?.[Symbol.dispose]();
+      ublk?.detach();
+      detached = true;
     },
     flush,
     async restack(sealedPath, freshUpper) {
@@ -274,7 +298,7 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
       return {
         deviceId,
         ...counters,
-        connections: nbd.connections,
+        connections: nbd?.connections ?? 1,
         upperDataBytes,
         upperLiveBytes,
         lowerCount,
@@ -285,7 +309,9 @@ export function openDevice(request: OpenRequest, context: DeviceContext): Device
     },
     async [Symbol.asyncDispose]() {
       if (closed) return;
-      nbd[Symbol.dispose]();
+      nbd?.[Symbol.dispose]();
+      // The kernel flushes what it holds before it lets go, so the stack has to be there still.
+      if (!detached) await ublk?.remove();
       compaction[Symbol.dispose]();
       await flusher.exclusive(() => {
         closed = true;

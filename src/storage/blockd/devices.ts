@@ -14,6 +14,8 @@ interface Entry {
   /** The owner; absent when the device is not open. */
   worker: WorkerHandle | undefined;
   failure: string | undefined;
+  /** ublk: where the device is in the host. */
+  devicePath?: string;
 }
 
 interface Restack {
@@ -53,13 +55,23 @@ export class Devices {
   readonly #table: DeviceTable;
   readonly #workers: readonly WorkerHandle[];
   readonly #exportDir: string;
+  readonly #maxUblkDevices: number;
+  /** Devices that are being made and not in `#entries` yet. */
+  readonly #creating = new Set<Entry>();
   readonly #log: Logger;
 
-  constructor(table: DeviceTable, workers: readonly WorkerHandle[], exportDir: string, log: Logger) {
+  constructor(
+    table: DeviceTable,
+    workers: readonly WorkerHandle[],
+    exportDir: string,
+    log: Logger,
+    maxUblkDevices = Number.POSITIVE_INFINITY,
+  ) {
     assert(workers.length > 0, "the block daemon has no workers");
     this.#table = table;
     this.#workers = workers;
     this.#exportDir = exportDir;
+    this.#maxUblkDevices = maxUblkDevices;
     this.#log = log;
   }
 
@@ -73,6 +85,20 @@ export class Devices {
     await Promise.all(
       records.map(({ spec }) => this.#inTurn(spec.deviceId, () => this.#restoreOne(spec.deviceId))),
     );
+    await this.#removeUblkOrphans();
+  }
+
+  /** A daemon that died between the kernel's device and the table's record leaves the device behind. */
+  async #removeUblkOrphans(): Promise<void> {
+    if (!existsSync("/dev/ublk-control")) return;
+    const keep = [...this.#entries.values()].flatMap(({ record }) => record.ublkId ?? []);
+    try {
+      const { removed } = await this.#workers[0]!.call<"ublkOrphans">({ op: "ublkOrphans", keep });
+      if (removed.length > 0) this.#log.warn({ removed }, "removed ublk devices that a daemon left behind");
+    } catch (error) {
+      // Without ublk there is nothing of ours, and a device that resists is not in anyone's way.
+      this.#log.info({ err: error }, "ublk devices left behind cannot be looked for");
+    }
   }
 
   async #restoreOne(deviceId: string): Promise<void> {
@@ -88,9 +114,6 @@ export class Devices {
 
   async create(spec: DeviceSpec): Promise<DeviceInfo> {
     const { deviceId } = spec;
-    if (spec.exportKind === "ublk") {
-      throw invalid("export_unsupported", "this daemon exports over nbd only", 400, 'use exportKind "nbd"');
-    }
     if (!spec.readOnly && spec.image.upper === undefined) {
       throw invalid("device_without_upper", `device ${deviceId} is writable but its image has no upper`);
     }
@@ -108,6 +131,7 @@ export class Devices {
         if (known.failure !== undefined) await this.#reopen(known);
         return this.#info(known);
       }
+      if (spec.exportKind === "ublk") this.#checkUblkRoom();
       const uppers = spec.readOnly ? [] : upperPaths(spec.image);
       this.#claim(deviceId, uppers);
       const entry: Entry = {
@@ -115,6 +139,7 @@ export class Devices {
         worker: undefined,
         failure: undefined,
       };
+      this.#creating.add(entry);
       try {
         await this.#open(entry, false);
         await this.#table.save(entry.record);
@@ -122,10 +147,26 @@ export class Devices {
         await this.#abandon(entry);
         this.#reclaim(deviceId, []);
         throw error;
+      } finally {
+        this.#creating.delete(entry);
       }
       this.#entries.set(deviceId, entry);
       return this.#info(entry);
     });
+  }
+
+  /** The kernel has a limit of its own, which it tells late and in several ways. */
+  #checkUblkRoom(): void {
+    const open = [...this.#entries.values(), ...this.#creating].filter(
+      ({ record }) => record.spec.exportKind === "ublk",
+    ).length;
+    if (open < this.#maxUblkDevices) return;
+    throw invalid(
+      "ublk_capacity",
+      `this node serves ${open} ublk devices, which is its limit`,
+      507,
+      "end or pause sandboxes on this node, or raise disk.max_ublk_devices",
+    );
   }
 
   get(deviceId: string): Promise<DeviceInfo | null> {
@@ -148,8 +189,13 @@ export class Devices {
   async #release(deviceId: string, flush: boolean): Promise<void> {
     const entry = this.#entries.get(deviceId);
     if (entry === undefined) return;
+    const { ublkId } = entry.record;
+    const open = entry.worker !== undefined;
     try {
       await this.#close(entry, flush);
+      // One that could not be opened again still is in the kernel, with the I/O that waits in it.
+      if (!open && ublkId !== undefined)
+        await this.#workers[0]!.call<"ublkRemove">({ op: "ublkRemove", ublkId });
     } finally {
       await this.#table.remove(deviceId);
       this.#entries.delete(deviceId);
@@ -233,7 +279,7 @@ export class Devices {
         if (forget) await this.#release(deviceId, true);
         else {
           const entry = this.#entries.get(deviceId);
-          if (entry !== undefined) await this.#close(entry, true);
+          if (entry !== undefined) await this.#close(entry, true, true);
         }
       } catch (error) {
         failures.set(deviceId, error);
@@ -245,15 +291,18 @@ export class Devices {
 
   // ---- one device -------------------------------------------------------------------------------
 
-  #info({ record, failure }: Entry): DeviceInfo {
+  #info({ record, failure, devicePath }: Entry): DeviceInfo {
     const { deviceId, readOnly, exportKind } = record.spec;
+    const where =
+      exportKind === "nbd"
+        ? { socketPath: this.#socketPath(deviceId), exportName: deviceId }
+        : { devicePath };
     return {
       deviceId,
       virtualSizeBytes: record.virtualSizeBytes,
       readOnly,
       exportKind,
-      socketPath: this.#socketPath(deviceId),
-      exportName: deviceId,
+      ...where,
       image: record.image,
       ...(failure === undefined ? {} : { failure }),
     };
@@ -293,10 +342,16 @@ export class Devices {
         deviceId: spec.deviceId,
         image,
         readOnly: spec.readOnly,
+        exportKind: spec.exportKind,
         socketPath: this.#socketPath(spec.deviceId),
+        ublkId: entry.record.ublkId,
         upperMustExist,
       });
       entry.record = { ...entry.record, virtualSizeBytes: opened.virtualSizeBytes };
+      if (opened.ublk !== undefined) {
+        entry.record = { ...entry.record, ublkId: opened.ublk.id };
+        entry.devicePath = opened.ublk.devicePath;
+      }
       entry.worker = worker;
       entry.failure = undefined;
       return opened.image;
@@ -306,12 +361,13 @@ export class Devices {
     }
   }
 
-  async #close(entry: Entry, flush: boolean): Promise<void> {
+  /** `keep`: the next daemon goes on with it. */
+  async #close(entry: Entry, flush: boolean, keep = false): Promise<void> {
     const { worker } = entry;
     if (worker === undefined) return;
     entry.worker = undefined;
     worker.load--;
-    await worker.call<"close">({ op: "close", deviceId: entry.record.spec.deviceId, flush });
+    await worker.call<"close">({ op: "close", deviceId: entry.record.spec.deviceId, flush, keep });
   }
 
   /** Undoes an open whose creation failed afterwards; the first error is the one to report. */
@@ -330,14 +386,15 @@ export class Devices {
    * image it reports is the one there is now.
    */
   async #reopen(entry: Entry): Promise<void> {
-    const { restacking, ...rest } = entry.record;
-    const { deviceId } = rest.spec;
+    const { restacking, ...before } = entry.record;
+    const { deviceId } = before.spec;
     try {
       await this.#close(entry, false);
       // The old upper has moved there, so it is not missed at its old place.
       const moved = restacking !== undefined && existsSync(restacking.sealedPath);
       const image = await this.#open(entry, !moved);
-      const { virtualSizeBytes } = entry.record;
+      const { virtualSizeBytes, ublkId } = entry.record;
+      const rest = ublkId === undefined ? before : { ...before, ublkId };
       const layer = image.lowers.at(-1);
       if (restacking !== undefined && layer?.file === restacking.sealedPath) {
         const next = restackedImage(rest.image, layer, restacking.freshUpper);
@@ -358,7 +415,7 @@ export class Devices {
         const begun = upperPaths({ lowers: [], upper: restacking?.freshUpper });
         for (const path of begun) if (!used.includes(path)) rmSync(path, { force: true });
       }
-      if (restacking !== undefined) await this.#table.save(entry.record);
+      if (restacking !== undefined || ublkId !== before.ublkId) await this.#table.save(entry.record);
     } catch (error) {
       entry.failure = toBlockdError(error).message;
       throw error;

@@ -72,6 +72,8 @@ export const recordSchema = z.strictObject({
   /** As it is now. */
   image: imageSchema,
   virtualSizeBytes: z.number().int().nonnegative(),
+  /** ublk: the kernel's number of the device, for the next daemon. */
+  ublkId: z.number().int().nonnegative().optional(),
   /** A restack that was begun: written before it starts, removed with its outcome. */
   restacking: restackSchema.optional(),
   /** The last restack that succeeded: its repetition is answered from here. */

@@ -1,5 +1,5 @@
 import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
-import type { BlockdError, BlockdStats, WorkerStats } from "./protocol.ts";
+import type { BlockdError, BlockdStats, ExportKind, WorkerStats } from "./protocol.ts";
 
 /** What a worker is started with. */
 export interface WorkerOptions {
@@ -7,6 +7,8 @@ export interface WorkerOptions {
   readonly blockCacheBytes: number;
   /** Where merged indexes of images are kept between opens. */
   readonly indexCacheDirectory: string;
+  /** Marks our ublk devices among all of the host. */
+  readonly ublkStamp: number;
 }
 
 /** Messages between the daemon's main thread and the workers that own the devices. */
@@ -15,14 +17,18 @@ export interface OpenRequest {
   readonly deviceId: string;
   readonly image: ImageConfig;
   readonly readOnly: boolean;
+  readonly exportKind: ExportKind;
   readonly socketPath: string;
+  /** ublk: the kernel's number of the device while an earlier daemon served it. */
+  readonly ublkId: number | undefined;
   /** The upper has to be there: a missing one must not be replaced by an empty one. */
   readonly upperMustExist: boolean;
 }
 
 export type WorkerRequest =
   | OpenRequest
-  | { readonly op: "close"; readonly deviceId: string; readonly flush: boolean }
+  /** `keep`: the next daemon goes on with it; a ublk device stays and its I/O waits. */
+  | { readonly op: "close"; readonly deviceId: string; readonly flush: boolean; readonly keep: boolean }
   | { readonly op: "flush"; readonly deviceId: string }
   | {
       readonly op: "restack";
@@ -31,14 +37,26 @@ export type WorkerRequest =
       readonly freshUpper: UpperRef;
     }
   | { readonly op: "stats" }
+  /** Removes ublk devices of ours other than these. */
+  | { readonly op: "ublkOrphans"; readonly keep: readonly number[] }
+  /** Removes a ublk device of ours that nobody serves. */
+  | { readonly op: "ublkRemove"; readonly ublkId: number }
   | { readonly op: "exit" };
 
 export interface WorkerResults {
-  readonly open: { readonly virtualSizeBytes: number; readonly image: ImageConfig };
+  readonly open: {
+    readonly virtualSizeBytes: number;
+    readonly image: ImageConfig;
+    readonly ublk:
+      | { readonly id: number; readonly devicePath: string; readonly recovered: boolean }
+      | undefined;
+  };
   readonly close: null;
   readonly flush: null;
   readonly restack: LayerRef;
   readonly stats: { readonly devices: BlockdStats["devices"]; readonly worker: WorkerStats };
+  readonly ublkOrphans: { readonly removed: readonly number[] };
+  readonly ublkRemove: null;
   readonly exit: null;
 }
 

@@ -2,6 +2,7 @@ import { type MessagePort, parentPort } from "node:worker_threads";
 import { assert } from "../../lib/errors.ts";
 import { createLogger } from "../../lib/log.ts";
 import { BufferPool } from "../export/nbd/index.ts";
+import { UblkServer } from "../export/ublk/index.ts";
 import { openIoEngine } from "../io/index.ts";
 import type { OverlaybdRoom } from "../overlaybd/types.ts";
 import { threadBlockCache } from "../overlaybd/zfile/block-cache.ts";
@@ -34,14 +35,15 @@ class DeviceOwner implements AsyncDisposable {
     switch (request.op) {
       case "open": {
         assert(!this.#devices.has(request.deviceId), `device ${request.deviceId} is open`);
-        const device = openDevice(request, this.#context);
+        const device = await openDevice(request, this.#context);
         this.#devices.set(request.deviceId, device);
-        return { virtualSizeBytes: device.virtualSizeBytes, image: device.image };
+        return { virtualSizeBytes: device.virtualSizeBytes, image: device.image, ublk: device.ublk };
       }
       case "close": {
         const device = this.#device(request.deviceId);
         this.#devices.delete(request.deviceId);
         // Closed whatever the flush says; its failure is the caller's to know.
+        if (request.keep) device.detach();
         try {
           if (request.flush) await device.flush();
         } finally {
@@ -59,6 +61,13 @@ class DeviceOwner implements AsyncDisposable {
           devices: [...this.#devices.values()].map((device) => device.stats()),
           worker: this.#stats(),
         };
+      case "ublkOrphans": {
+        const ublk = this.#context.ublk();
+        return { removed: await ublk.removeOrphans(this.#context.ublkStamp, new Set(request.keep)) };
+      }
+      case "ublkRemove":
+        await this.#context.ublk().discard(this.#context.ublkStamp, request.ublkId);
+        return null;
       case "exit":
         return null;
     }
@@ -93,9 +102,18 @@ export async function runWorker(
   await using engine = openIoEngine();
   if (engine.reason !== undefined)
     log.warn(`${engine.reason}: I/O goes through a thread pool, which is slower`);
+  const pool = new BufferPool();
+  // Made by the first device that needs it; it ends after the devices do.
+  await using scope = new AsyncDisposableStack();
+  let ublk: UblkServer | undefined;
   await using owner = new DeviceOwner({
     openStack,
-    pool: new BufferPool(),
+    pool,
+    ublk: () => {
+      ublk ??= scope.use(UblkServer.open(pool));
+      return ublk;
+    },
+    ublkStamp: options.ublkStamp,
     engine,
     nowhere: new Uint8Array(new ArrayBuffer(NOWHERE_BYTES)),
     log,
