@@ -112,7 +112,8 @@ export function assertSameVmm(made: VmIdentity, here: VmIdentity): void {
     code: "virtualization_mismatch",
     status: 409,
     message: `the state cannot be resumed under ${here.vmm} ${here.vmmVersion} in mode ${here.mode}: ${difference}`,
-    remediation: "use the VMM and mode it was made with, or build the template again on this node",
+    remediation:
+      "use it on a host with the CPU, VMM and mode it was made with; a template can be built again on this node",
   });
 }
 

@@ -3,10 +3,13 @@ import type { VmIdentity } from "./types.ts";
 export { createQemuDriver, killVm, type QemuDriverOptions } from "./qemu/driver.ts";
 export type * from "./types.ts";
 
+/** Two measurements of one host's counter differ by far less, two kinds of host by more. */
+const TSC_TOLERANCE = 0.002;
+
 /**
  * Why a state made by one VMM cannot run on another, in words for the user; undefined when it can. A
- * device state fits only the VMM version, the mode and the CPU model that wrote it. The kernel may differ:
- * the restored guest brings its own.
+ * device state fits only the VMM version, the mode and the CPU model that wrote it, and a guest's clock only the
+ * TSC it was told of. The kernel may differ: the restored guest brings its own.
  */
 export function identityMismatch(made: VmIdentity, here: VmIdentity): string | undefined {
   const differences: string[] = [];
@@ -17,5 +20,9 @@ export function identityMismatch(made: VmIdentity, here: VmIdentity): string | u
   compare("VMM version", made.vmmVersion, here.vmmVersion);
   compare("virtualization mode", made.mode, here.mode);
   compare("CPU model", made.cpuModel, here.cpuModel);
+  const [wasKHz, isKHz] = [made.tscKHz, here.tscKHz];
+  if (wasKHz !== undefined && isKHz !== undefined && Math.abs(wasKHz / isKHz - 1) > TSC_TOLERANCE) {
+    compare("TSC frequency", `${(wasKHz / 1000).toFixed(1)} MHz`, `${(isKHz / 1000).toFixed(1)} MHz`);
+  }
   return differences.length === 0 ? undefined : `it was made with ${differences.join(", ")}`;
 }

@@ -91,6 +91,16 @@ test("a state is refused elsewhere with what differs", () => {
   expect(identityMismatch({ ...here, mode: "kvm", vmmVersion: "9.2.0" }, here)).toBe(
     "it was made with VMM version 9.2.0 (here: 10.0.2), virtualization mode kvm (here: tcg)",
   );
+  expect(identityMismatch({ ...here, cpuModel: "host:GenuineIntel-6-85-7" }, here)).toBe(
+    "it was made with CPU model host:GenuineIntel-6-85-7 (here: max)",
+  );
+  // Measured, so never quite the same; a guest's clock would run wrong with any other.
+  const ticking = { ...here, tscKHz: 2_400_000 };
+  expect(identityMismatch({ ...here, tscKHz: 2_401_900 }, ticking)).toBeUndefined();
+  expect(identityMismatch(here, ticking)).toBeUndefined();
+  expect(identityMismatch({ ...here, tscKHz: 2_450_000 }, ticking)).toBe(
+    "it was made with TSC frequency 2450.0 MHz (here: 2400.0 MHz)",
+  );
 });
 
 describe.skipIf(typeof guest === "string")("a real VM", () => {

@@ -45,6 +45,8 @@ export interface VmIdentity {
   readonly mode: VirtualizationMode;
   readonly cpuModel: string;
   readonly kernelVersion: string;
+  /** Frequency of the host's counter, which guests keep their time by. Absent in older states. */
+  readonly tscKHz?: number;
 }
 
 export interface VmLaunchSpec {

@@ -243,6 +243,7 @@ class QemuDriver implements VmmDriver {
       mode,
       cpuModel: mode === "kvm" ? hostCpu() : cpuModel(version, mode),
       kernelVersion: this.#options.kernelVersion ?? (await readKernelVersion(this.#options.kernelPath)),
+      tscKHz: await this.#tickKHz(),
     };
   }
 
