@@ -2,6 +2,7 @@ import { afterAll, beforeAll, describe, expect, test } from "bun:test";
 import { join } from "node:path";
 import { Sandbox } from "e2b";
 import { renderApiPage } from "../../scripts/api-doc.ts";
+import { fakeReport } from "../../tests/support/fake-network.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
@@ -133,6 +134,10 @@ function fakeOrchestrator() {
     },
     updateNetwork: async (id, update) => {
       change(id, { network: { ...update } });
+    },
+    networkReport: async (id) => {
+      find(id);
+      return fakeReport();
     },
     // With the real state machine in snapshots.test.ts.
     fork: () => Promise.reject(new Error("not in this test")),

@@ -6,6 +6,7 @@ import type { Observer } from "../observability/types.ts";
 import { isAuthorized, unauthorized } from "./auth.ts";
 import { buildRoutes } from "./builds.ts";
 import { errorResponse } from "./errors.ts";
+import { networkRoutes } from "./network.ts";
 import { nodeRoutes, teamRoutes } from "./nodes.ts";
 import { openApiDocument, openApiPage } from "./openapi.ts";
 import { type Route, route, runRoute } from "./route.ts";
@@ -131,6 +132,7 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
     ...teamRoutes(observer),
     ...telemetryRoutes({ observer, orchestrator }),
     ...sandboxRoutes(sandboxOptions),
+    ...networkRoutes(orchestrator),
     ...snapshotRoutes(sandboxOptions),
     ...buildRoutes(templates),
     ...templateRoutes(templates, observer),

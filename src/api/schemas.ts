@@ -170,6 +170,43 @@ export const NetworkUpdate = component(
   }),
 );
 
+const PacketCount = z.object({ packets: z.int(), bytes: z.int() });
+
+export const NetworkReport = component(
+  "NetworkReport",
+  z.object({
+    slot: z.object({
+      index: z.int(),
+      hostAddress: z.string().describe("The sandbox's address on the host; every port of it is there"),
+      hostDevice: z.string(),
+      netnsPath: z.string().describe("Its network namespace, for nsenter --net="),
+    }),
+    node: z.object({
+      deniedCidrs: z.array(z.string()).describe("What no sandbox of this node reaches, whatever its rules"),
+      dnsServer: z.string(),
+    }),
+    base: z.enum(["default", "allow", "deny"]).describe("What happens to what no rule names"),
+    allowOut: z.array(z.string()).describe("In normal form; wins over denyOut"),
+    denyOut: z.array(z.string()),
+    restricted: z.boolean().describe("What is not named is refused, and DNS answers allowed names only"),
+    filtered: z.boolean().describe("HTTP and TLS go through the node's egress proxy"),
+    rules: z
+      .array(z.object({ rule: z.string(), packets: z.int(), bytes: z.int() }))
+      .describe("First packets of connections, by address rule"),
+    refused: PacketCount.describe("Packets refused since the last change of the rules"),
+    openConnections: z.int().describe("Connections through the egress proxy at this moment"),
+    connections: z
+      .object({ relayed: z.int(), refused: z.int() })
+      .describe("Through the egress proxy since the sandbox was started or resumed"),
+    names: z
+      .object({ answered: z.int(), refused: z.int(), failed: z.int() })
+      .describe("Questions to the node's name server, which restricted sandboxes have"),
+    recentRefusals: z
+      .array(z.object({ at: z.iso.datetime(), what: z.string() }))
+      .describe("The last ones by name, oldest first"),
+  }),
+);
+
 export const PauseRequest = component("PauseRequest", z.object({ memory: z.boolean().optional() }));
 export const ResumeRequest = component(
   "ResumeRequest",

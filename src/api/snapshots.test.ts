@@ -197,3 +197,22 @@ test("snapshots: made, listed by page and filter, found by name, refused with re
   const copy = await call("POST", "/sandboxes", { templateID: `${made.json.snapshotID}:default` });
   expect(copy).toMatchObject({ status: 201, json: { templateID: made.json.snapshotID, alias: "first" } });
 });
+
+test("network: what is in force is told of a running sandbox only", async () => {
+  const { json } = await call("POST", "/sandboxes", { templateID: "base", timeout: 300 });
+  const path = `/sandboxes/${json.sandboxID}/network`;
+  expect(await call("GET", path)).toMatchObject({ status: 200, json: { base: "default", denyOut: [] } });
+  const rules = { allowOut: ["Good.example", "192.0.2.1"], denyOut: ["0.0.0.0/0"] };
+  expect((await call("PUT", path, rules)).status).toBe(204);
+  expect((await call("GET", path)).json).toMatchObject({
+    base: "default",
+    allowOut: ["192.0.2.1/32", "good.example"],
+    denyOut: ["0.0.0.0/0"],
+    refused: { packets: 0, bytes: 0 },
+    recentRefusals: [],
+  });
+  expect((await call("POST", `/sandboxes/${json.sandboxID}/pause`)).status).toBe(204);
+  expect((await call("GET", path)).status).toBe(409);
+  expect((await call("GET", `/sandboxes/${newId()}/network`)).status).toBe(404);
+  expect((await call("DELETE", `/sandboxes/${json.sandboxID}`)).status).toBe(204);
+});

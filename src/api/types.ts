@@ -15,6 +15,7 @@ export type ApiOrchestrator = Pick<
   | "setTimeout"
   | "refresh"
   | "updateNetwork"
+  | "networkReport"
   | "fork"
   | "snapshot"
   | "listSnapshots"

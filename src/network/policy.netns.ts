@@ -143,13 +143,16 @@ async function startGuest(slot: NetworkSlot): Promise<Guest & GuestAgent> {
 const hex = (text: string | Uint8Array) => Buffer.from(text as string).toString("hex");
 const request = (host: string, path = "/") => hex(`GET ${path} HTTP/1.1\r\nHost: ${host}\r\n\r\n`);
 
+/** For what must come to an answer of some kind, however busy the machine is. */
+const PATIENCE_MS = 10_000;
+
 type Try = readonly [what: string, order: GuestOrder, expected: string];
 
 /** Raw TCP to any server of ours: it greets. */
 function tcp(address: string, port: number, expected: "open" | "refused"): Try {
   return [
     `tcp ${address}:${port}`,
-    { op: "tcp", address, port, until: "hello", timeoutMs: 1500 },
+    { op: "tcp", address, port, until: "hello", timeoutMs: PATIENCE_MS },
     expected === "open" ? `open hello ${address}:${port}` : "refused",
   ];
 }
@@ -157,7 +160,7 @@ function tcp(address: string, port: number, expected: "open" | "refused"): Try {
 function udp(address: string, port: number, expected: "open" | "refused"): Try {
   return [
     `udp ${address}:${port}`,
-    { op: "udp", address, port, sendHex: hex("x"), timeoutMs: 500 },
+    { op: "udp", address, port, sendHex: hex("x"), timeoutMs: expected === "open" ? PATIENCE_MS : 500 },
     expected === "open" ? "open" : "no answer",
   ];
 }
@@ -166,7 +169,7 @@ function udp(address: string, port: number, expected: "open" | "refused"): Try {
 function web(address: string, port: number, what: string, sendHex: string, expected: "open" | "lost"): Try {
   return [
     `${what} to ${address}:${port}`,
-    { op: "tcp", address, port, sendHex, until: "hello", timeoutMs: 1500 },
+    { op: "tcp", address, port, sendHex, until: "hello", timeoutMs: PATIENCE_MS },
     expected === "open" ? `open hello ${address}:${port}` : "lost",
   ];
 }
@@ -179,7 +182,13 @@ const tls = (name: string | undefined, address: string, expected: "open" | "lost
 function ask(name: string, expected: string, type = 1, server = "169.254.0.22"): Try {
   return [
     `dns ${type} ${name} of ${server}`,
-    { op: "udp", address: server, port: 53, sendHex: hex(dnsQuery(name, type)), timeoutMs: 1000 },
+    {
+      op: "udp",
+      address: server,
+      port: 53,
+      sendHex: hex(dnsQuery(name, type)),
+      timeoutMs: expected === "no answer" ? 500 : PATIENCE_MS,
+    },
     expected,
   ];
 }
@@ -483,6 +492,49 @@ describe("changes of a running guest's policy", () => {
     expect(report.rules.map(({ rule }) => rule)).toEqual([`deny ${EVIL}/32`]);
     expect(report.rules.every(({ packets }) => packets > 0)).toBe(true);
     expect(report.refused.packets).toBe(report.rules[0]!.packets);
+  }, 30_000);
+
+  test("the report tells slot, policy, counters and the last refusals by name; the next holder starts anew", async () => {
+    await using service = await startService({
+      pool: { lowWatermark: 0, highWatermark: 1, maintenance: false },
+    });
+    {
+      await using slot = await service.acquire(parseEgressPolicy(WEB));
+      await using guest = await startGuest(slot);
+      await expectAll(guest, [
+        http("good.example", GOOD, "open"),
+        tls("evil.example", EVIL, "lost"),
+        http("good.example", EVIL, "lost"),
+        ask("evil.example", "5"),
+        ask("good.example", `0 ${GOOD}`),
+        ask("broken.wild.example", "2"),
+        tcp(EVIL, 7000, "refused"),
+      ]);
+      const report = await slot.policyReport();
+      expect(report.slot).toEqual({
+        index: slot.index,
+        hostAddress: slot.hostAddress,
+        hostDevice: `veth-${slot.index}`,
+        netnsPath: slot.netnsPath,
+      });
+      expect(report.node.dnsServer).toBe(DNS_SERVER);
+      expect(report.node.deniedCidrs).toContain("10.0.0.0/8");
+      expect(report).toMatchObject({ policy: slot.policy, restricted: true, filtered: true });
+      expect(report.refused.packets).toBeGreaterThan(0);
+      expect(report.byName.connections).toEqual({ relayed: 1, refused: 2 });
+      expect(report.byName.names).toEqual({ answered: 1, refused: 1, failed: 1 });
+      expect(report.byName.recent.map(({ what }) => what).toSorted()).toEqual([
+        `${EVIL}:443: evil.example is not allowed`,
+        `${EVIL}:80: good.example does not have the address ${EVIL}`,
+        "the name evil.example is not allowed",
+      ]);
+    }
+    await using next = await service.acquire();
+    expect((await next.policyReport()).byName).toEqual({
+      connections: { relayed: 0, refused: 0 },
+      names: { answered: 0, refused: 0, failed: 0 },
+      recent: [],
+    });
   }, 30_000);
 
   test("a change that the kernel refuses leaves the old policy in force; the slot goes on", async () => {

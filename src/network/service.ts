@@ -488,12 +488,28 @@ class Service implements NetworkService {
   async #report(state: SlotState): Promise<SlotPolicyReport> {
     const policy = state.current ?? DEFAULT_COMPILED;
     return {
+      slot: {
+        index: state.addresses.index,
+        hostAddress: formatIpv4(state.addresses.hostAddress),
+        hostDevice: state.addresses.hostDevice,
+        netnsPath: state.netnsPath,
+      },
+      node: {
+        deniedCidrs: deniedCidrs(this.#plan, this.#options.alwaysDeniedCidrs),
+        dnsServer: this.#dnsServer,
+      },
       policy: policy.policy,
       restricted: policy.restricted,
       filtered: policy.filtered,
       ...(await readPolicyCounters(this.#plan.tableName, state.addresses, policy)),
-      proxiedConnections: this.#egress?.openConnections(state.addresses.hostAddress) ?? 0,
+      proxiedConnections: this.#requireEgress().openConnections(state.addresses.hostAddress),
+      byName: this.#requireEgress().ledger(state.addresses.hostAddress),
     };
+  }
+
+  #requireEgress(): Egress {
+    assert(this.#egress !== undefined, "the network service has not been started");
+    return this.#egress;
   }
 
   // ---- release -------------------------------------------------------------------------------------

@@ -1,3 +1,4 @@
+import type { GuestLedger } from "./egress/index.ts";
 import type { EgressPolicy } from "./egress-policy.ts";
 import type { PoolOptions } from "./pool.ts";
 
@@ -38,6 +39,14 @@ export interface RuleCounter {
 }
 
 export interface SlotPolicyReport {
+  readonly slot: {
+    readonly index: number;
+    readonly hostAddress: string;
+    readonly hostDevice: string;
+    readonly netnsPath: string;
+  };
+  /** Of the host's rules: what no guest reaches, and who answers DNS queries. */
+  readonly node: { readonly deniedCidrs: readonly string[]; readonly dnsServer: string };
   readonly policy: EgressPolicy;
   /** What is not named is refused, and DNS answers only allowed names. */
   readonly restricted: boolean;
@@ -51,6 +60,8 @@ export interface SlotPolicyReport {
   /** Packets refused for whatever reason, the node's own denials included. */
   readonly refused: { readonly packets: number; readonly bytes: number };
   readonly proxiedConnections: number;
+  /** Of the egress proxy and the name server. */
+  readonly byName: GuestLedger;
 }
 
 /** A slot of an earlier process whose VM lives on. */

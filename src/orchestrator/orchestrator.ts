@@ -7,6 +7,7 @@ import { newId } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
 import { deriveEnvdToken, deriveTrafficToken } from "../lib/tokens.ts";
 import { type EgressPolicy, parseEgressPolicy } from "../network/index.ts";
+import type { SlotPolicyReport } from "../network/types.ts";
 import type {
   Capture,
   CapturedState,
@@ -1395,6 +1396,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
       ...access,
     };
     this.#db.putRunning(this.#runningDocument(entry));
+  }
+
+  async networkReport(id: string): Promise<SlotPolicyReport> {
+    const { state, instance } = this.#find(id);
+    if (instance === undefined) {
+      throw conflict(id, state, "only a running sandbox has a network");
+    }
+    return await instance.running.egressReport();
   }
 
   async autoResume(id: string): Promise<void> {

@@ -1,4 +1,5 @@
 import type { AenvError } from "../lib/errors.ts";
+import type { SlotPolicyReport } from "../network/types.ts";
 import type { PhaseTimings } from "../sandbox/types.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
 
@@ -220,6 +221,8 @@ export interface Orchestrator extends AsyncDisposable {
    * settings stay. Survives pause and restart. Error `invalid_egress_policy` 400.
    */
   updateNetwork(id: string, update: NetworkUpdate): Promise<void>;
+  /** What a running sandbox may reach and what that has let through and refused. */
+  networkReport(id: string): Promise<SlotPolicyReport>;
   /** Undefined when the id is unknown. */
   access(id: string): SandboxAccess | undefined;
   route(id: string): RouteLookup;

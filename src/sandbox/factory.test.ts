@@ -12,6 +12,7 @@ import {
 } from "node:fs";
 import { basename, join } from "node:path";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
+import { fakeReport } from "../../tests/support/fake-network.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
@@ -125,10 +126,7 @@ const slot = (index: number): NetworkSlot => {
     index,
     policy: DEFAULT_POLICY,
     applyPolicy: async () => undefined,
-    policyReport: async () => ({
-      ...{ policy: DEFAULT_POLICY, restricted: false, filtered: false, rules: [], proxiedConnections: 0 },
-      refused: { packets: 0, bytes: 0 },
-    }),
+    policyReport: async () => fakeReport(),
     netnsPath: "/run/none",
     tapName: "tap0",
     hostAddress: "127.0.0.1",

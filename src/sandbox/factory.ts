@@ -5,7 +5,7 @@ import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { MemoryImage, MemoryLease, MemoryService } from "../memory/types.ts";
 import type { EgressPolicy } from "../network/index.ts";
-import type { KeptSlot, NetworkService, NetworkSlot } from "../network/types.ts";
+import type { KeptSlot, NetworkService, NetworkSlot, SlotPolicyReport } from "../network/types.ts";
 import type { BlockClient, DeviceInfo, DeviceSpec } from "../storage/blockd/protocol.ts";
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
 import { identityMismatch } from "../vmm/index.ts";
@@ -803,6 +803,10 @@ class Running implements RunningSandbox {
     for (const layer of above) {
       if (isPrivate(layer) && !kept.has(layer.file)) await removeTree(layer.file);
     }
+  }
+
+  egressReport(): Promise<SlotPolicyReport> {
+    return this.#parts.slot.policyReport();
   }
 
   async applyEgress(policy: EgressPolicy): Promise<void> {

@@ -1,6 +1,6 @@
 import type { MemoryImage } from "../memory/types.ts";
 import type { EgressPolicy } from "../network/index.ts";
-import type { KeptSlot } from "../network/types.ts";
+import type { KeptSlot, SlotPolicyReport } from "../network/types.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import type { VmExit, VmIdentity, VmReference, VmShape } from "../vmm/types.ts";
 
@@ -86,6 +86,8 @@ export interface RunningSandbox extends AsyncDisposable {
   reinit(identity: GuestIdentity): Promise<void>;
   /** Replaces what the guest may reach in one step; established flows that are still allowed go on. */
   applyEgress(policy: EgressPolicy): Promise<void>;
+  /** The policy in force and what it has let through and refused. */
+  egressReport(): Promise<SlotPolicyReport>;
   /** One look at the agent's `/health`; `agent_unreachable` when it does not answer within the time. */
   probe(timeoutMs: number): Promise<void>;
   /** Kills the VM and releases all it held. Idempotent; the same as disposing. */

@@ -61,6 +61,7 @@ async function serve(): Promise<void> {
     listSnapshots: unused,
     getSnapshot: unused,
     updateNetwork: unused,
+    networkReport: unused,
     get: (id: string) => records.get(id)!,
     list: () => [...records.values()].filter((record) => record.state !== "killing"),
     access: () => ({ secure: true, allowPublicTraffic: true }),

@@ -2,7 +2,7 @@ import { mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { AenvError } from "../../src/lib/errors.ts";
 import type { EgressPolicy } from "../../src/network/index.ts";
-import type { KeptSlot } from "../../src/network/types.ts";
+import type { KeptSlot, SlotPolicyReport } from "../../src/network/types.ts";
 import type {
   BootSpec,
   Capture,
@@ -13,6 +13,7 @@ import type {
   SandboxFactory,
 } from "../../src/sandbox/types.ts";
 import type { VmExit } from "../../src/vmm/types.ts";
+import { fakeReport } from "./fake-network.ts";
 
 /**
  * A sandbox factory without VMs, for faults that real ones do not produce on demand. It keeps the
@@ -131,6 +132,10 @@ export class FakeSandbox implements RunningSandbox {
   async applyEgress(policy: EgressPolicy): Promise<void> {
     this.#mustLive("egress policy");
     this.egress = policy;
+  }
+  async egressReport(): Promise<SlotPolicyReport> {
+    this.#mustLive("egress report");
+    return fakeReport(this.egress);
   }
 
   async stop(): Promise<void> {

@@ -3,11 +3,13 @@ import { AenvError } from "../../lib/errors.ts";
 import { formatIpv4, parseIpv4 } from "../../lib/ipv4.ts";
 import type { Logger } from "../../lib/log.ts";
 import { inRanges, mergeRanges } from "../egress-policy.ts";
+import { type GuestLedger, Ledgers } from "./ledger.ts";
 import { NameServer, type NameServerCounters } from "./name-server.ts";
 import { Names } from "./names.ts";
 import { EgressProxy, type ProxyCounters } from "./proxy.ts";
 import type { FindGuest } from "./types.ts";
 
+export type { GuestLedger } from "./ledger.ts";
 export type { FindGuest, GuestView } from "./types.ts";
 
 export interface EgressOptions {
@@ -26,6 +28,8 @@ export interface Egress extends Disposable {
   /** Ends all connections of a slot's address. */
   closeGuest(slotAddress: number): void;
   openConnections(slotAddress: number): number;
+  /** What was done for the holder of a slot's address; {@link closeGuest} begins a new page. */
+  ledger(slotAddress: number): GuestLedger;
   readonly proxyCounters: Readonly<ProxyCounters>;
   readonly nameCounters: Readonly<NameServerCounters>;
 }
@@ -73,21 +77,26 @@ export async function startEgress(options: EgressOptions): Promise<Egress> {
   };
   const isDenied = (candidate: number) => inRanges(denied, candidate) || isOwn(candidate);
   const names = new Names({ server: dnsServer, isDenied });
+  const ledgers = new Ledgers();
   using undo = new DisposableStack();
   const [proxy, proxyPort] = await onFreePort(
     FIRST_PORT,
-    (port) => new EgressProxy({ address, port, names, isDenied, findGuest, log }),
+    (port) => new EgressProxy({ address, port, names, isDenied, findGuest, ledgers, log }),
   );
   undo.use(proxy);
   const [nameServer, namePort] = await onFreePort(proxyPort + 1, (port) =>
-    NameServer.listen({ address, port, names, findGuest, log }),
+    NameServer.listen({ address, port, names, findGuest, ledgers, log }),
   );
   undo.use(nameServer);
   const servers = undo.move();
   return {
     proxyPort,
     namePort,
-    closeGuest: (slotAddress) => proxy.closeGuest(slotAddress),
+    closeGuest: (slotAddress) => {
+      proxy.closeGuest(slotAddress);
+      ledgers.forget(slotAddress);
+    },
+    ledger: (slotAddress) => ledgers.read(slotAddress),
     openConnections: (slotAddress) => proxy.openConnections(slotAddress),
     proxyCounters: proxy.counters,
     nameCounters: nameServer.counters,

@@ -9,6 +9,7 @@ import {
   readQuery,
   writeAnswer,
 } from "./dns-message.ts";
+import type { Ledgers } from "./ledger.ts";
 import type { Names } from "./names.ts";
 import type { FindGuest } from "./types.ts";
 
@@ -17,6 +18,7 @@ export interface NameServerOptions {
   readonly port: number;
   readonly names: Names;
   readonly findGuest: FindGuest;
+  readonly ledgers: Ledgers;
   readonly log: Logger;
 }
 
@@ -74,6 +76,7 @@ export class NameServer implements Disposable {
     if (query === undefined || guest === undefined) return undefined;
     if (query.class !== DNS_CLASS_IN || !guest.allowsQuery(query.name)) {
       this.counters.refused++;
+      this.#options.ledgers.refusal(guestAddress, "nameRefused", `the name ${query.name} is not allowed`);
       return writeAnswer(query, DnsCode.refused);
     }
     // Guests have IPv4 only; other kinds of record could carry anything.
@@ -81,7 +84,7 @@ export class NameServer implements Disposable {
     if ((this.#waiting.get(guestAddress) ?? 0) >= MAX_WAITING_PER_GUEST) return undefined;
     enter(this.#waiting, guestAddress);
     try {
-      return await this.#lookUp(query, maxAnswers);
+      return await this.#lookUp(guestAddress, query, maxAnswers);
     } finally {
       leave(this.#waiting, guestAddress);
     }
@@ -91,13 +94,15 @@ export class NameServer implements Disposable {
     this.#sockets.dispose();
   }
 
-  async #lookUp(query: DnsQuery, maxAnswers: number): Promise<Buffer> {
+  async #lookUp(guest: number, query: DnsQuery, maxAnswers: number): Promise<Buffer> {
     try {
       const { addresses, ttlSeconds } = await this.#options.names.resolve(query.name);
       this.counters.answered++;
+      this.#options.ledgers.count(guest, "nameAnswered");
       return writeAnswer(query, DnsCode.ok, addresses.slice(0, maxAnswers), ttlSeconds);
     } catch (error) {
       this.counters.failed++;
+      this.#options.ledgers.count(guest, "nameFailed");
       this.#options.log.debug({ err: error, name: query.name }, "a guest's name cannot be looked up");
       return writeAnswer(query, DnsCode.serverFailure);
     }

@@ -1,6 +1,7 @@
 import { originalDestination } from "../../../ffi/netns.ts";
 import { formatIpv4, parseIpv4 } from "../../lib/ipv4.ts";
 import type { Logger } from "../../lib/log.ts";
+import type { Ledgers } from "./ledger.ts";
 import type { Names } from "./names.ts";
 import { readPreface } from "./preface.ts";
 import type { FindGuest, GuestView } from "./types.ts";
@@ -31,6 +32,7 @@ export interface ProxyOptions {
   readonly names: Names;
   readonly isDenied: (address: number) => boolean;
   readonly findGuest: FindGuest;
+  readonly ledgers: Ledgers;
   readonly log: Logger;
   readonly limits?: ProxyLimits;
 }
@@ -149,6 +151,9 @@ export class EgressProxy implements Disposable {
       this.counters.open >= this.#limits.connections
     ) {
       this.counters.refused++;
+      if (view !== undefined && destination !== undefined) {
+        this.#options.ledgers.refusal(guest, "connectionRefused", "too many connections at a time");
+      }
       socket.terminate();
       return;
     }
@@ -254,6 +259,7 @@ export class EgressProxy implements Disposable {
     connection.outer = outer;
     connection.state = "relaying";
     this.counters.relayed++;
+    this.#options.ledgers.count(connection.guest, "relayed");
     for (const side of [connection.inner, outer]) {
       side.setKeepAlive(true, KEEP_ALIVE_MS);
       side.setNoDelay(true);
@@ -360,6 +366,7 @@ export class EgressProxy implements Disposable {
     this.counters.refused++;
     const { slotIndex } = connection.view;
     const to = `${formatIpv4(connection.destination.address)}:${connection.destination.port}`;
+    this.#options.ledgers.refusal(connection.guest, "connectionRefused", `${to}: ${reason}`);
     this.#options.log.debug({ slot: slotIndex, to, reason, err: error }, "egress connection refused");
     this.#close(connection);
   }
