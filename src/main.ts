@@ -2,6 +2,7 @@
  * The one entry of the one executable: picks a program by the name it was called under or the first
  * argument, and loads only that program's modules. Workers start here, too.
  */
+import { basename } from "node:path";
 import { workerData } from "node:worker_threads";
 
 interface WorkerRole {
@@ -46,14 +47,14 @@ async function runProgram(argv: string[]): Promise<number> {
       return configMain(rest);
     }
     case "doctor": {
+      // Called as `aenv` it looks at the way to a server instead: the default below.
+      if (basename(process.argv0) === "aenv") break;
       const { doctorMain } = await import("./setup/index.ts");
       return doctorMain(rest);
     }
-    default: {
-      const { cliMain } = await import("./cli/index.ts");
-      return cliMain(argv);
-    }
   }
+  const { cliMain } = await import("./cli/index.ts");
+  return cliMain(argv);
 }
 
 if (Bun.isMainThread) {

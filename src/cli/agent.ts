@@ -31,13 +31,20 @@ export class AgentError extends CliError {
   }
 }
 
+/** What leads a request through the server's proxy to the agent, and opens its door. */
+export function routingHeaders(target: AgentTarget): Record<string, string> {
+  return {
+    "x-agentenv-sandbox-id": target.sandboxId,
+    "x-agentenv-target-port": AGENT_PORT,
+    ...(target.accessToken === undefined ? {} : { "x-access-token": target.accessToken }),
+  };
+}
+
 function headers(target: AgentTarget, contentType: string): Record<string, string> {
   return {
     "content-type": contentType,
     "connect-protocol-version": "1",
-    "x-agentenv-sandbox-id": target.sandboxId,
-    "x-agentenv-target-port": AGENT_PORT,
-    ...(target.accessToken === undefined ? {} : { "x-access-token": target.accessToken }),
+    ...routingHeaders(target),
     ...(target.user === undefined
       ? {}
       : { authorization: `Basic ${Buffer.from(`${target.user}:`).toString("base64")}` }),
@@ -64,8 +71,21 @@ async function rest<Value>(reading: Promise<Value>): Promise<Value> {
   }
 }
 
-async function errorOf(response: Response): Promise<AgentError> {
-  const text = (await rest(response.text())).slice(0, MAX_ERROR_BYTES).trim();
+/** The first bytes of a body, as text; what is beyond is not read. */
+async function startOf(response: Response): Promise<string> {
+  const parts: Uint8Array[] = [];
+  let length = 0;
+  for await (const chunk of response.body ?? []) {
+    parts.push(chunk);
+    length += chunk.length;
+    if (length >= MAX_ERROR_BYTES) break;
+  }
+  return Buffer.concat(parts).subarray(0, MAX_ERROR_BYTES).toString();
+}
+
+/** An answer that is an error, as the agent or the proxy in front of it words it. */
+export async function errorOf(response: Response): Promise<AgentError> {
+  const text = (await rest(startOf(response))).trim();
   if (text.startsWith("{")) {
     try {
       const body = JSON.parse(text) as { code?: unknown; message?: unknown };
@@ -186,11 +206,16 @@ export async function* processEvents(
   method: "process.Process/Start" | "process.Process/Connect",
   message: Uint8Array,
   signal: AbortSignal,
+  /** The agent kills a process that it starts with this after so long, and ends the stream with `deadline_exceeded`. */
+  lifetimeMs?: number,
 ): AsyncGenerator<ProcessEvent> {
   const response = await post(target, method, {
     body: frame(message),
     contentType: "application/connect+proto",
-    headers: { "keepalive-ping-interval": KEEPALIVE_SECONDS },
+    headers: {
+      "keepalive-ping-interval": KEEPALIVE_SECONDS,
+      ...(lifetimeMs === undefined ? {} : { "connect-timeout-ms": String(lifetimeMs) }),
+    },
     signal,
   });
   if (response.body === null) throw new AgentError("internal", "the sandbox answered without a stream");

@@ -174,7 +174,7 @@ export class Api {
       text = await response.text();
     } catch (error) {
       throw new UnreachableError(`cannot reach the server at ${url}`, {
-        hint: "is it running? start it with `agentenv serve`, or set another address with `aenv auth`",
+        hint: "is it running? start it with `agentenv serve` (or `make start` in a checkout), or set another address with `aenv auth`",
         cause: abort.signal.aborted ? abort.signal.reason : error,
       });
     } finally {
@@ -245,6 +245,51 @@ export interface SandboxJson {
   readonly startedAt?: string;
   readonly endAt?: string;
   readonly envdAccessToken?: string | null;
+}
+
+/** `GET /sandboxes/{id}` */
+export interface SandboxDetailJson extends SandboxJson {
+  readonly envdVersion?: string;
+  readonly trafficAccessToken?: string | null;
+  readonly domain?: string | null;
+  readonly metadata?: Readonly<Record<string, string>>;
+  readonly volumeMounts?: readonly { readonly name: string; readonly path: string }[];
+  readonly allowInternetAccess?: boolean | null;
+  readonly network?: unknown;
+  readonly lifecycle?: { readonly autoResume: boolean; readonly onTimeout: string };
+}
+
+/** One child of `POST /sandboxes/{id}/fork`: exactly one of the two. */
+export interface ForkResultJson {
+  readonly sandbox?: SandboxJson;
+  readonly error?: { readonly message?: string };
+}
+
+export interface SnapshotJson {
+  readonly snapshotID: string;
+  readonly names?: readonly string[];
+  readonly imageRef?: string;
+}
+
+export interface MetricJson {
+  readonly timestamp: string;
+  readonly timestampUnix: number;
+  /** Share of all virtual CPUs together, 0 to 100. */
+  readonly cpuUsedPct: number;
+  readonly cpuCount: number;
+  /** Bytes, as all that follow. */
+  readonly memUsed: number;
+  readonly memTotal: number;
+  readonly memCache: number;
+  readonly diskUsed: number;
+  readonly diskTotal: number;
+}
+
+export interface LogJson {
+  readonly timestamp: string;
+  readonly message: string;
+  readonly level: string;
+  readonly fields?: Readonly<Record<string, string>>;
 }
 
 export interface TemplateJson {

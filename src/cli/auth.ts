@@ -116,7 +116,7 @@ export async function auth(): Promise<number> {
   const wrongKey = keyProblem(apiKey);
   if (wrongKey !== undefined) {
     throw new CliError(wrongKey, {
-      hint: "the server keeps its key in $AENV_HOME/secrets/api-key unless AENV_API_KEY is set",
+      hint: "the server keeps its key in $AENV_HOME_PATH/secrets/api-key unless AENV_API_KEY is set",
     });
   }
   await saveCredentials({ url: url.replace(/\/+$/, ""), apiKey });

@@ -1,5 +1,8 @@
 import type { Invocation } from "./command.ts";
 
+/** The one candidate where local paths are wanted: shells know best how to complete and quote those. */
+export const LOCAL_PATHS = ":paths";
+
 /*
  * The scripts only register a function. Whenever a word is to be completed it runs this executable again
  * (`COMPLETE=<shell> aenv -- WORD...`, the last word being the one under the cursor), which prints a line per
@@ -30,6 +33,11 @@ const BASH = `_aenv() {
         prefix=\${word%"\${word##*[:=]}"}
     fi
     while IFS= read -r candidate; do
+        if [[ $candidate == ${LOCAL_PATHS} ]]; then
+            compopt -o default 2>/dev/null ||
+                while IFS= read -r candidate; do COMPREPLY[\${#COMPREPLY[@]}]=$candidate; done < <(compgen -f -- "$word")
+            return
+        fi
         COMPREPLY[\${#COMPREPLY[@]}]=\${candidate#"$prefix"}
     done < <(COMPLETE=bash command aenv -- "\${words[@]}" 2>/dev/null)
 }
@@ -42,6 +50,7 @@ _aenv() {
     local -a candidates
     for line in "\${(@f)$(COMPLETE=zsh command aenv -- "\${(@)words[1,CURRENT]}" 2>/dev/null)}"; do
         [[ -n $line ]] || continue
+        [[ $line == ${LOCAL_PATHS} ]] && { _files; return; }
         candidates+=("\${\${line%%$'\\t'*}//:/\\\\:}:\${line#*$'\\t'}")
     done
     (( \${#candidates} )) && _describe -V aenv candidates
@@ -53,7 +62,15 @@ else
 fi
 `;
 
-const FISH = `complete --command aenv --no-files --keep-order --arguments '(COMPLETE=fish command aenv -- (commandline --current-process --tokenize --cut-at-cursor) (commandline --current-token --cut-at-cursor) 2>/dev/null)'
+const FISH = `function __aenv_complete
+    set -l rows (COMPLETE=fish command aenv -- (commandline --current-process --tokenize --cut-at-cursor) (commandline --current-token --cut-at-cursor) 2>/dev/null)
+    if test "$rows" = ${LOCAL_PATHS}
+        __fish_complete_path (commandline --current-token --cut-at-cursor)
+    else if test (count $rows) -gt 0
+        printf '%s\\n' $rows
+    end
+end
+complete --command aenv --no-files --keep-order --arguments '(__aenv_complete)'
 `;
 
 const SCRIPTS = { bash: BASH, zsh: ZSH, fish: FISH } as const;

@@ -58,12 +58,16 @@ describe("candidates", () => {
     expect(await words("list", "--output=j")).toEqual(["--output=json"]);
     expect(await words("pull", "--name", "x", "--t")).toEqual(["--timeout"]);
     expect(await words("pull", "--cpu", "")).toEqual([]);
-    expect(await words("start", "-d", "--detach", "--de")).toEqual([]);
+    expect(await words("start", "-d", "--de")).toEqual(["--detach-keys"]);
+    expect(await words("start", "-e", "a=b", "--e")).toEqual(["--env"]);
     expect(await words("completion", "")).toEqual(["bash", "zsh", "fish"]);
     // What follows the sandbox in exec is another program's.
     expect(await words("exec", running, "--")).toEqual([]);
     expect(await words("exec", running, "ls", "--u")).toEqual([]);
     expect(await words("exec", "--u")).toEqual(["--user"]);
+    expect(await words("upload", running, "")).toEqual([":paths"]);
+    expect(await words("upload", running, "here", "")).toEqual([]);
+    expect(await words("download", running, "/there", "")).toEqual([":paths"]);
   });
 
   test("sandboxes by state, sorted; templates", async () => {

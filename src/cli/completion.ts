@@ -1,9 +1,11 @@
-import { Api, type SandboxJson, type TemplateJson } from "./api.ts";
-import { type Argument, CliError, type Command, type Dynamic, flagNames, flagOf } from "./command.ts";
-import { COMMANDS, SERVER_PROGRAMS } from "./commands.ts";
-import { SHELLS } from "./completion-scripts.ts";
+import type { Command as Node, Option } from "commander";
+import { Api, type SandboxJson, type SnapshotJson, type TemplateJson } from "./api.ts";
+import { CliError, type Dynamic } from "./command.ts";
+import { COMMANDS, GROUPS, SERVER_PROGRAMS } from "./commands.ts";
+import { LOCAL_PATHS, SHELLS } from "./completion-scripts.ts";
 import { loadCredentials } from "./credentials.ts";
 import { plainText } from "./output.ts";
+import { buildProgram, TreeArgument } from "./program.ts";
 
 const CONNECT_MS = 500;
 const TOTAL_MS = 1_000;
@@ -21,7 +23,7 @@ export async function answerCompletion(shell: string, argv: readonly string[]): 
   if (!(SHELLS as readonly string[]).includes(shell)) return 0;
   const words = argv[0] === "--" ? argv.slice(1) : argv;
   const lines = (await candidatesFor(words)).map(({ value, description }) =>
-    shell === "bash" ? `${value}\n` : `${value}\t${plainText(description)}\n`,
+    shell === "bash" || value === LOCAL_PATHS ? `${value}\n` : `${value}\t${plainText(description)}\n`,
   );
   process.stdout.write(lines.join(""));
   return 0;
@@ -31,96 +33,97 @@ export async function answerCompletion(shell: string, argv: readonly string[]): 
 export async function candidatesFor(words: readonly string[]): Promise<Candidate[]> {
   const current = words.at(-1) ?? "";
   const typed = words.slice(1, -1);
-  const found = (await possible(typed[0] === "help" ? typed.slice(1) : typed, current)).filter(({ value }) =>
-    value.startsWith(current),
+  const found = (await possible(typed[0] === "help" ? typed.slice(1) : typed, current)).filter(
+    ({ value }) => value === LOCAL_PATHS || value.startsWith(current),
   );
   return found.filter(({ value }, i) => found.findIndex((other) => other.value === value) === i);
 }
 
+const HELP: Candidate = { value: "--help", description: "Show help" };
+
 async function possible(typed: readonly string[], current: string): Promise<Candidate[]> {
-  const visible = COMMANDS.filter((command) => command.hidden !== true);
-  const named = (commands: readonly Command[], words: readonly string[]): Candidate[] =>
-    commands.flatMap((command) =>
-      [command.name, ...(command.aliases ?? [])].flatMap((name) => {
-        const parts = name.split(" ");
-        if (words.some((word, i) => parts[i] !== word)) return [];
-        const next = parts[words.length];
-        if (next === undefined) return [];
-        const group = parts.length > words.length + 1;
-        return [
-          {
-            value: next,
-            description: group ? `Commands for ${command.name.split(" ")[0]}s` : command.summary,
-          },
-        ];
-      }),
+  let node = buildProgram({ commands: COMMANDS, groups: GROUPS, serverPrograms: SERVER_PROGRAMS });
+  let depth = 0;
+  while (node.commands.length > 0 && depth < typed.length) {
+    const word = typed[depth]!;
+    const next = node.commands.find((entry) => entry.name() === word || entry.aliases().includes(word));
+    if (next === undefined) return [];
+    node = next;
+    depth++;
+  }
+  if (node.commands.length === 0) return inCommand(node, typed.slice(depth), current);
+  if (current.startsWith("-")) {
+    return depth === 0 ? [HELP, { value: "--version", description: "Show the version" }] : [HELP];
+  }
+  return node
+    .createHelp()
+    .visibleCommands(node)
+    .flatMap((entry) =>
+      [entry.name(), ...entry.aliases()].map((value) => ({
+        value,
+        description: entry.summary() || entry.description(),
+      })),
     );
-  if (typed.length === 0) {
-    if (current.startsWith("-")) {
-      return [
-        { value: "--help", description: "Show help" },
-        { value: "--version", description: "Show the version" },
-      ];
-    }
-    const programs = SERVER_PROGRAMS.map(([value, description]) => ({ value, description }));
-    return [...named(visible, []), ...programs];
-  }
-  for (const length of [2, 1]) {
-    const name = typed.slice(0, length).join(" ");
-    const command = COMMANDS.find((entry) => entry.name === name || entry.aliases?.includes(name));
-    if (command !== undefined && typed.length >= length)
-      return inCommand(command, typed.slice(length), current);
-  }
-  return typed.length === 1 ? named(visible, typed) : [];
 }
 
+const takesValue = (option: Option) => option.required || option.optional;
+
 /** What may come behind a command and the words that follow it. */
-async function inCommand(command: Command, typed: readonly string[], current: string): Promise<Candidate[]> {
-  const fixed = command.arguments.filter((argument) => argument.rest !== true).length;
-  const takesRest = fixed < command.arguments.length;
-  const used = new Set<string>();
+async function inCommand(node: Node, typed: readonly string[], current: string): Promise<Candidate[]> {
+  const args = node.registeredArguments;
+  const fixed = args.filter((argument) => !argument.variadic).length;
+  const takesRest = fixed < args.length;
+  const optionOf = (word: string) =>
+    node.options.find((option) => [option.long, option.short].includes(word.split("=", 1)[0]!));
+  const used = new Set<Option>();
   let position = 0;
   let literal = false;
   for (let i = 0; i < typed.length; i++) {
     const word = typed[i]!;
-    if (literal || !word.startsWith("-") || word === "-") {
+    // Behind the first word of a command that runs another one nothing is ours any more.
+    if (literal || !word.startsWith("-") || word === "-" || (takesRest && position > 0)) {
       position++;
       // The rest is the command line of another program.
       if (takesRest && position > fixed) return [];
     } else if (word === "--") {
       literal = true;
     } else {
-      const flag = flagOf(command, word);
-      if (flag === undefined) continue;
-      used.add(flag.name);
-      if (flag.value === undefined || word.includes("=")) continue;
-      if (i === typed.length - 1) return choices(flag.choices, "", flag.help);
+      const option = optionOf(word);
+      if (option === undefined) continue;
+      used.add(option);
+      if (!takesValue(option) || word.includes("=")) continue;
+      if (i === typed.length - 1) return choices(option.argChoices, "", option.description);
       i++;
     }
   }
   if (!literal && current.startsWith("-") && !(takesRest && position >= fixed)) {
-    const flag = flagOf(command, current);
     if (current.includes("=")) {
-      return flag === undefined ? [] : choices(flag.choices, `${current.split("=", 1)[0]}=`, flag.help);
+      const option = optionOf(current);
+      return option === undefined
+        ? []
+        : choices(option.argChoices, `${current.split("=", 1)[0]}=`, option.description);
     }
+    const repeatable = (option: Option) => option.parseArg !== undefined && option.argChoices === undefined;
     return [
-      ...command.flags
-        .filter(({ name }) => !used.has(name))
-        .map((entry) => ({ value: `--${flagNames(entry)[0]}`, description: entry.help })),
-      { value: "--help", description: "Show help" },
+      ...node.options
+        .filter((option) => !option.hidden && option.long != null)
+        .filter((option) => !used.has(option) || repeatable(option))
+        .map((option) => ({ value: option.long!, description: option.description })),
+      HELP,
     ];
   }
-  const argument = command.arguments[position];
-  return argument === undefined ? [] : argumentCandidates(argument);
+  const argument = args[position];
+  return argument instanceof TreeArgument ? argumentCandidates(argument) : [];
 }
 
 function choices(values: readonly string[] | undefined, prefix: string, description: string): Candidate[] {
   return (values ?? []).map((value) => ({ value: prefix + value, description }));
 }
 
-async function argumentCandidates(argument: Argument): Promise<Candidate[]> {
-  if (argument.choices !== undefined) return choices(argument.choices, "", argument.help);
+async function argumentCandidates(argument: TreeArgument): Promise<Candidate[]> {
+  if (argument.argChoices !== undefined) return choices(argument.argChoices, "", argument.description);
   if (argument.complete === undefined) return [];
+  if (argument.complete === "path") return [{ value: LOCAL_PATHS, description: "" }];
   try {
     const found = await fromServer(argument.complete);
     // A name goes into a command line: none that a shell would read as anything but a word.
@@ -147,6 +150,15 @@ async function fromServer(what: Dynamic): Promise<Candidate[]> {
         ? names.map((value) => ({ value, description }))
         : [{ value: template.templateID, description: template.buildStatus ?? "template" }];
     });
+  }
+  if (what === "snapshot") {
+    const snapshots = await api.list<SnapshotJson>("/snapshots", options);
+    return snapshots.flatMap(({ snapshotID, names = [] }) =>
+      [...names, snapshotID].map((value) => ({
+        value,
+        description: value === snapshotID ? names.join(", ") || "snapshot" : snapshotID,
+      })),
+    );
   }
   const state = { sandbox: "", "running-sandbox": "?state=running", "paused-sandbox": "?state=paused" }[what];
   const sandboxes = await api.list<SandboxJson>(`/v2/sandboxes${state}`, options);

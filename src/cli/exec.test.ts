@@ -169,9 +169,81 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
     }
   });
 
-  test("standard input is empty and the caller's is left alone", async () => {
-    const run = await rig.aenv(["exec", id, "cat"], { stdin: "not for you\n" });
-    expect(run).toEqual({ code: 0, out: "", err: "" });
+  test("standard input from a pipe and from a file arrives whole, then its end", async () => {
+    const piped = await rig.aenv(["exec", id, "cat"], { stdin: "a line\nand half of one" });
+    expect(piped).toEqual({ code: 0, out: "a line\nand half of one", err: "" });
+    const bytes = Buffer.alloc(12_345_678);
+    for (let i = 0; i < bytes.length; i++) bytes[i] = (i * 31 + (i >> 8)) & 255;
+    await Bun.write(join(rig.dir, "input"), bytes);
+    const [program, ...args] = rig.command(["exec", id, "sha256sum"]);
+    const child = Bun.spawn([program!, ...args], {
+      env: rig.env(),
+      stdin: Bun.file(join(rig.dir, "input")),
+      stdout: "pipe",
+    });
+    expect(await new Response(child.stdout).text()).toStartWith(
+      createHash("sha256").update(bytes).digest("hex"),
+    );
+    expect(await child.exited).toBe(0);
+  });
+
+  test("nobody waits for input that nobody reads, or that nobody wants", async () => {
+    const unread = await rig.aenv(["exec", id, "sh", "-c", "exec 0<&-; sleep 0.3; echo done"], {
+      stdin: "x".repeat(1_000_000),
+    });
+    expect(unread).toEqual({ code: 0, out: "done\n", err: "" });
+    const off = await rig.aenv(["exec", "-n", id, "cat"], { stdin: "not for you\n" });
+    expect(off).toEqual({ code: 0, out: "", err: "" });
+    // An input that never ends does not keep a command that has.
+    const open = Bun.spawn(rig.command(["exec", id, "true"]), { env: rig.env(), stdin: "pipe" });
+    expect(await open.exited).toBe(0);
+    const both = await rig.aenv(["exec", "-n", "-i", id, "cat"]);
+    expect(both.code).toBe(2);
+  });
+
+  test("a slow writer slows nothing else; what it wrote comes in time", async () => {
+    const child = Bun.spawn(rig.command(["exec", id, "sh", "-c", 'read a; echo "got $a"; cat']), {
+      env: rig.env(),
+      stdin: "pipe",
+      stdout: "pipe",
+    });
+    child.stdin.write("first\n");
+    await child.stdin.flush();
+    const reader = child.stdout.getReader();
+    expect(Buffer.from((await reader.read()).value!).toString()).toBe("got first\n");
+    child.stdin.write("second\n");
+    await child.stdin.end();
+    expect(Buffer.from((await reader.read()).value!).toString()).toBe("second\n");
+    expect(await child.exited).toBe(0);
+  });
+
+  test("environment, directory, a limit of time", async () => {
+    const run = await rig.aenv(
+      [
+        "exec",
+        "-e",
+        "A=1=2",
+        "--env",
+        "HERE",
+        "-e",
+        "NOT_SET",
+        "-w",
+        "/usr",
+        id,
+        "sh",
+        "-c",
+        'echo "$A|$HERE|$NOT_SET|$PWD"',
+      ],
+      { env: { HERE: "from here" } },
+    );
+    expect(run).toEqual({ code: 0, out: "1=2|from here||/usr\n", err: "" });
+    expect((await rig.aenv(["exec", "-e", "=x", id, "true"])).code).toBe(2);
+    const late = await rig.aenv(["exec", "--timeout", "1", id, "sh", "-c", "echo begun; exec sleep 60"]);
+    expect(late).toEqual({
+      code: 124,
+      out: "begun\n",
+      err: "Error: the command did not end within 1 s and was killed\n",
+    });
   });
 
   test("a sandbox that is paused, unknown or goes away", async () => {

@@ -131,7 +131,29 @@ export function encodeInputKeepalive(): Uint8Array {
   return encode((writer) => message(writer, 3, () => undefined));
 }
 
-/** StatRequest. */
+/** A message of a StreamInput: bytes for a process without a terminal. */
+export function encodeStdinData(bytes: Uint8Array): Uint8Array {
+  return encode((writer) =>
+    message(writer, 2, (data) => message(data, 2, (stdin) => stdin.uint32(bytesField(1)).bytes(bytes))),
+  );
+}
+
+/** CloseStdinRequest. */
+export const encodeCloseStdin = encodeConnect;
+
+/** ListDirRequest. */
+export function encodeListDir(path: string, depth: number): Uint8Array {
+  return encode((writer) => writer.uint32(bytesField(1)).string(path).uint32(numberField(2)).uint32(depth));
+}
+
+/** MoveRequest. */
+export function encodeMove(source: string, destination: string): Uint8Array {
+  return encode((writer) =>
+    writer.uint32(bytesField(1)).string(source).uint32(bytesField(2)).string(destination),
+  );
+}
+
+/** StatRequest, MakeDirRequest, RemoveRequest. */
 export function encodePath(path: string): Uint8Array {
   return encode((writer) => writer.uint32(bytesField(1)).string(path));
 }
@@ -162,6 +184,49 @@ function decodeEnd(reader: Reader, limit: number): ProcessEnd {
     return true;
   });
   return { exitCode, exited, status };
+}
+
+export interface RemoteEntry {
+  readonly name: string;
+  readonly type: "file" | "directory" | "symlink" | "other";
+  /** Absolute. */
+  readonly path: string;
+  readonly size: number;
+  /** Where a symbolic link leads; `type` is the type of what is there. */
+  readonly symlinkTarget: string | undefined;
+}
+
+const FILE_TYPES = { 1: "file", 2: "directory", 3: "symlink" } as const;
+
+function decodeEntryInfo(reader: Reader, limit: number): RemoteEntry {
+  let name = "";
+  let type: RemoteEntry["type"] = "other";
+  let path = "";
+  let size = 0;
+  let symlinkTarget: string | undefined;
+  eachField(reader, limit, (field) => {
+    if (field === 1) name = reader.string();
+    else if (field === 2) type = FILE_TYPES[reader.int32() as 1 | 2 | 3] ?? "other";
+    else if (field === 3) path = reader.string();
+    // A number, or an object that knows how to become one.
+    else if (field === 4) size = Number(reader.int64());
+    else if (field === 10) symlinkTarget = reader.string();
+    else return false;
+    return true;
+  });
+  return { name, type, path, size, symlinkTarget };
+}
+
+/** StatResponse, MakeDirResponse (one entry), ListDirResponse (any number). */
+export function decodeEntries(bytes: Uint8Array): RemoteEntry[] {
+  const reader = Reader.create(bytes);
+  const entries: RemoteEntry[] = [];
+  eachField(reader, reader.len, (field) => {
+    if (field !== 1) return false;
+    entries.push(decodeEntryInfo(reader, embedded(reader)));
+    return true;
+  });
+  return entries;
 }
 
 const STREAMS = { 1: "stdout", 2: "stderr", 3: "pty" } as const;

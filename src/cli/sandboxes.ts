@@ -1,46 +1,114 @@
-import { Api, ApiError, type SandboxJson, START_TIMEOUT_MS } from "./api.ts";
+import {
+  Api,
+  ApiError,
+  type ForkResultJson,
+  type SandboxDetailJson,
+  type SandboxJson,
+  START_TIMEOUT_MS,
+} from "./api.ts";
 import { CliError, type Invocation } from "./command.ts";
-import { formatTable, formatTime, print, printJson, StatusLine, wantsTable } from "./output.ts";
-import { requireTerminal } from "./terminal.ts";
+import { detachKeys } from "./detach.ts";
+import { formatTable, formatTime, plainText, print, printJson, StatusLine, wantsTable } from "./output.ts";
+import { hasTerminal, requireTerminal } from "./terminal.ts";
 
 const MAX_SECONDS = 2_147_483_647;
 const DEFAULT_TIMEOUT_SECONDS = 300;
 
 const path = (id: string) => `/sandboxes/${encodeURIComponent(id)}`;
 
+/** `NAME=VALUE` words as a table; a usage error for a word without a name or a sign. */
+export function pairs(words: readonly string[], flag: string, fail: (message: string) => CliError) {
+  return Object.fromEntries(
+    words.map((word): [string, string] => {
+      const sign = word.indexOf("=");
+      if (sign < 1) throw fail(`--${flag} needs NAME=VALUE, not "${word}"`);
+      return [word.slice(0, sign), word.slice(sign + 1)];
+    }),
+  );
+}
+
+/** `PATH=VOLUME` words; what the server would refuse is refused here. */
+function volumeMounts(words: readonly string[], fail: (message: string) => CliError) {
+  const mounts = words.map((word) => {
+    const sign = word.indexOf("=");
+    const at = word.slice(0, sign).replace(/\/+$/, "");
+    const name = word.slice(sign + 1);
+    if (sign < 1 || name === "") throw fail(`--volume needs PATH=VOLUME, not "${word}"`);
+    if (!word.startsWith("/") || at === "") throw fail(`"${word}" needs an absolute path other than /`);
+    return { name, path: at };
+  });
+  for (const [i, one] of mounts.entries()) {
+    const other = mounts.find((mount, j) => i !== j && `${mount.path}/`.startsWith(`${one.path}/`));
+    if (other !== undefined) throw fail(`the mounts ${one.path} and ${other.path} overlap`);
+  }
+  return mounts;
+}
+
 /** `aenv start`. */
-export async function start({ args, flags }: Invocation): Promise<number> {
+export async function start({ args, flags, usageError }: Invocation): Promise<number> {
+  const [target = ""] = args;
   const timeout = flags.integer("timeout", 1, MAX_SECONDS) ?? DEFAULT_TIMEOUT_SECONDS;
+  const cold = flags.has("cold");
+  const cpuCount = flags.integer("cpu", 1, 1024);
+  const memoryMB = flags.integer("memory", 128, 4_194_304);
+  const diskSizeMB = flags.integer("disk-size-mb", 1024, 1_073_741_824);
+  for (const flag of cold ? [] : ["cpu", "memory", "disk-size-mb"]) {
+    if (flags.has(flag)) throw usageError(`--${flag} goes with --cold: a template has its own`);
+  }
+  if (diskSizeMB !== undefined && diskSizeMB % 1024 !== 0) {
+    throw usageError(`--disk-size-mb must be a multiple of 1024, not ${diskSizeMB}`);
+  }
+  const envVars = pairs(flags.list("env"), "env", usageError);
+  const metadata = pairs(flags.list("metadata"), "metadata", usageError);
+  const mounts = volumeMounts(flags.list("volume"), usageError);
+  const keys = detachKeys(flags.text("detach-keys"), usageError);
   const detach = flags.has("detach");
-  if (!detach) requireTerminal("start it in the background with --detach");
   const api = await Api.open();
-  const id = await createSandbox(api, args[0]!, timeout);
+  if (!detach && !hasTerminal()) {
+    // A wrong name is the more useful thing to hear of.
+    if (!cold) await api.templateId(target);
+    requireTerminal("start it in the background with --detach");
+  }
+  const body = {
+    ...(cold ? { image: target } : { templateID: target }),
+    timeout,
+    secure: true,
+    ...(cpuCount === undefined ? {} : { cpuCount }),
+    ...(memoryMB === undefined ? {} : { memoryMB }),
+    ...(diskSizeMB === undefined ? {} : { diskSizeMB }),
+    ...(flags.has("env") ? { envVars } : {}),
+    ...(flags.has("metadata") ? { metadata } : {}),
+    ...(mounts.length === 0 ? {} : { volumeMounts: mounts }),
+  };
+  const id = await createSandbox(api, cold ? "/sandboxes-cold" : "/sandboxes", body, target);
   if (detach) {
     print(id);
     return 0;
   }
   print(`Started sandbox ${id}`);
   const { openShell } = await import("./shell.ts");
-  return openShell(api, id);
+  return openShell(api, id, { detachKeys: keys });
 }
 
-async function createSandbox(api: Api, template: string, timeout: number): Promise<string> {
+async function createSandbox(api: Api, route: string, body: object, from: string): Promise<string> {
   using status = new StatusLine();
   // Nothing but the id and errors for whoever is no person.
-  if (status.live) status.set(`starting a sandbox from ${template}`);
-  const { body } = await api.request<SandboxJson>("POST", "/sandboxes", {
-    body: { templateID: template, timeout, secure: true },
-    timeoutMs: START_TIMEOUT_MS,
-  });
-  return body.sandboxID;
+  if (status.live) status.set(`starting a sandbox from ${from}`);
+  const reply = await api.request<SandboxJson>("POST", route, { body, timeoutMs: START_TIMEOUT_MS });
+  return reply.body.sandboxID;
 }
 
 /** `aenv connect`. */
-export async function connect({ args }: Invocation): Promise<number> {
-  requireTerminal(`run a command with: aenv exec ${args[0]} COMMAND`);
+export async function connect({ args, flags, usageError }: Invocation): Promise<number> {
+  const keys = detachKeys(flags.text("detach-keys"), usageError);
+  const pid = flags.integer("pid", 1, 4_194_304);
   const api = await Api.open();
+  if (!hasTerminal()) {
+    await api.request<SandboxJson>("GET", path(args[0]!));
+    requireTerminal(`run a command with: aenv exec ${args[0]} COMMAND`);
+  }
   const { openShell } = await import("./shell.ts");
-  return openShell(api, args[0]!);
+  return openShell(api, args[0]!, { detachKeys: keys, ...(pid === undefined ? {} : { pid }) });
 }
 
 /** `aenv list`. */
@@ -104,6 +172,73 @@ export async function setSandboxTimeout({ args }: Invocation): Promise<number> {
   await api.request("POST", `${path(args[0]!)}/timeout`, { body: { timeout: seconds } });
   print(`Timeout for ${args[0]} set to ${seconds}s`);
   return 0;
+}
+
+/** What a sandbox is told of in `aenv info`, secrets left out. */
+function facts(detail: SandboxDetailJson): [string, string | number | undefined][] {
+  const table = (values: Readonly<Record<string, string>> | undefined) =>
+    Object.entries(values ?? {}).map(([name, value]) => `${name}=${value}`);
+  const mounts = (detail.volumeMounts ?? []).map((mount) => `${mount.path}=${mount.name}`);
+  return [
+    ["SANDBOX ID", detail.sandboxID],
+    ["TEMPLATE", detail.alias],
+    ["TEMPLATE ID", detail.templateID],
+    ["STATE", detail.state],
+    ["CPU", detail.cpuCount],
+    ["MEM (MiB)", detail.memoryMB],
+    ["DISK (MiB)", detail.diskSizeMB],
+    ["STARTED", formatTime(detail.startedAt)],
+    ["ENDS", formatTime(detail.endAt)],
+    ["AT ITS END", detail.lifecycle?.onTimeout],
+    ["AUTO RESUME", detail.lifecycle === undefined ? undefined : String(detail.lifecycle.autoResume)],
+    ["INTERNET", detail.allowInternetAccess === false ? "denied" : "allowed"],
+    ["AGENT", detail.envdVersion],
+    ["DOMAIN", detail.domain ?? undefined],
+    ["METADATA", table(detail.metadata).join(", ")],
+    ["VOLUMES", mounts.join(", ")],
+    ["NETWORK", detail.network === undefined ? undefined : JSON.stringify(detail.network)],
+  ];
+}
+
+/** `aenv info`. */
+export async function info({ args, flags }: Invocation): Promise<number> {
+  const api = await Api.open();
+  const { body } = await api.request<SandboxDetailJson>("GET", path(args[0]!));
+  if (wantsTable(flags.text("output"))) {
+    const rows = facts(body).map(([name, value]) => [name, plainText(String(value ?? "")) || "-"] as const);
+    const width = Math.max(...rows.map(([name]) => name.length));
+    for (const [name, value] of rows) print(`${name.padEnd(width)}  ${value}`);
+    return 0;
+  }
+  // Whoever has the API key can ask for the tokens; they need not stand in every log of this output.
+  const { envdAccessToken, trafficAccessToken, ...rest } = body;
+  void envdAccessToken;
+  void trafficAccessToken;
+  print(JSON.stringify(rest, null, 2));
+  return 0;
+}
+
+/** `aenv fork`. */
+export async function fork({ args, flags }: Invocation): Promise<number> {
+  const count = flags.integer("count", 1, 100) ?? 1;
+  const timeout = flags.integer("timeout", 1, MAX_SECONDS);
+  const api = await Api.open();
+  const { body } = await api.request<readonly ForkResultJson[]>("POST", `${path(args[0]!)}/fork`, {
+    body: { count, ...(timeout === undefined ? {} : { timeout }) },
+    timeoutMs: START_TIMEOUT_MS,
+  });
+  let failures = 0;
+  for (const [i, { sandbox, error }] of body.entries()) {
+    if (sandbox !== undefined) {
+      print(sandbox.sandboxID);
+      continue;
+    }
+    failures++;
+    process.stderr.write(
+      `Error: copy ${i + 1} of ${body.length}: ${plainText(error?.message ?? "no reason given")}\n`,
+    );
+  }
+  return failures > 0 ? 1 : 0;
 }
 
 /** `aenv delete`. */

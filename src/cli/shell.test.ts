@@ -251,6 +251,7 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
   test("without a terminal nothing is started or resumed", async () => {
     const id = rig.sandbox({ state: "paused" });
     const before = rig.records.size;
+    rig.template("debian");
     const connected = await rig.aenv(["connect", id]);
     expect(connected.code).toBe(2);
     expect(connected.err).toBe(
@@ -260,7 +261,70 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     const started = await rig.aenv(["start", "debian"]);
     expect(started.code).toBe(2);
     expect(started.err).toContain("--detach");
+    // A wrong name is told before that.
+    const misspelt = await rig.aenv(["start", "debain"]);
+    expect(misspelt).toMatchObject({ code: 1, out: "" });
+    expect(misspelt.err).toContain("debain");
+    expect(misspelt.err).not.toContain("terminal");
     expect(rig.records.size).toBe(before);
+  });
+
+  test("the detach keys leave the shell running; --pid comes back to it", async () => {
+    const id = rig.sandbox();
+    const terminal = await connect(id);
+    terminal.type("kept=state-$((20 + 2))\r");
+    await Bun.sleep(200);
+    // Once it is a key like others.
+    terminal.type("cat -v\r");
+    await Bun.sleep(300);
+    terminal.type("\x1d");
+    await Bun.sleep(800);
+    terminal.type("\r");
+    await terminal.shows("^]\r\n");
+    terminal.type("\x04");
+    await Bun.sleep(200);
+    terminal.type("\x1d\x1d");
+    await terminal.shows("[rc 0 same]");
+    const pid = new RegExp(
+      `Detached; the shell goes on\\. Come back to it with: aenv cn ${id} --pid (\\d+)`,
+    ).exec(terminal.screen())?.[1];
+    expect(pid).toBeDefined();
+    const again = rig.terminal(around(`cn ${id} --pid ${pid}`));
+    await again.shows("guest> ");
+    again.type("echo $kept\r");
+    await again.shows("state-22\r\n");
+    again.type("exit 9\r");
+    await again.shows("[rc 9 same]");
+    const gone = rig.terminal(around(`cn ${id} --pid 4194303`));
+    await gone.shows("[rc 1 same]");
+  });
+
+  test("other detach keys, none, wrong ones", async () => {
+    const id = rig.sandbox();
+    const terminal = rig.terminal(around(`cn --detach-keys ctrl-p,q ${id}`));
+    await terminal.shows("guest> ");
+    terminal.type("\x10q");
+    await terminal.shows("[rc 0 same]");
+    const wrong = await rig.aenv(["cn", "--detach-keys", "ctrl-!,x", id]);
+    expect(wrong.code).toBe(2);
+    expect(wrong.err).toContain('"ctrl-!,x" are no detach keys');
+  });
+
+  test("exec --tty: a command with its own terminal, environment, directory and status", async () => {
+    const id = rig.sandbox();
+    const terminal = rig.terminal(
+      around(
+        `exec -it -e COLOUR=blue -w / ${id} sh -c 'stty size; pwd; echo $COLOUR; tty; read line; echo "<$line>"; exit 6'`,
+      ),
+    );
+    await terminal.shows("24 80\r\n/\r\nblue\r\n/dev/pts/");
+    terminal.type("typed here\r");
+    await terminal.shows("<typed here>\r\n");
+    await terminal.shows("[rc 6 same]");
+    expect(terminal.screen()).not.toContain("Come back");
+    const no = await rig.aenv(["exec", "-t", id, "tty"]);
+    expect(no.code).toBe(2);
+    expect(no.err).toContain("leave out --tty");
   });
 
   test("a sandbox that is not there", async () => {

@@ -1,6 +1,7 @@
 import { AgentError, type AgentTarget, exitStatus, processEvents, unary } from "./agent.ts";
 import { type Api, ApiError, type SandboxJson, START_TIMEOUT_MS } from "./api.ts";
 import { CliError } from "./command.ts";
+import { DetachDetector } from "./detach.ts";
 import { StatusLine, writeAll } from "./output.ts";
 import {
   encodeConnect,
@@ -58,7 +59,7 @@ const REFRESH_MS = 60_000;
 
 type SessionEnd =
   | { readonly kind: "exit"; readonly code: number }
-  | { readonly kind: "paused" | "deleted" | "lost" };
+  | { readonly kind: "paused" | "deleted" | "lost" | "detached" };
 
 function sessionEnvironment(): Record<string, string> {
   const env: Record<string, string> = {};
@@ -125,31 +126,75 @@ async function pickShell(target: AgentTarget): Promise<{ cmd: string; args: stri
   }
 }
 
+/** What runs on the remote terminal. */
+export interface TerminalCommand {
+  readonly cmd: string;
+  readonly args: readonly string[];
+  readonly envs?: Readonly<Record<string, string>>;
+  readonly cwd?: string;
+}
+
+export interface SessionOptions {
+  /** Keys that leave the session and what runs in it as it is; empty: none do. */
+  readonly detachKeys: Buffer;
+}
+
 /** An interactive shell in a sandbox on the local terminal; resolves with this program's exit status. */
-export async function openShell(api: Api, sandboxId: string): Promise<number> {
+export async function openShell(
+  api: Api,
+  sandboxId: string,
+  options: SessionOptions & { readonly pid?: number },
+): Promise<number> {
   let target: AgentTarget;
-  let shell: { cmd: string; args: string[] };
+  let what: TerminalCommand | number;
   {
     using status = new StatusLine();
     if (status.live) status.set(`connecting to sandbox ${sandboxId}`);
     target = await connectSandbox(api, sandboxId);
     await waitForAgent(target);
-    shell = await pickShell(target);
+    what = options.pid ?? (await pickShell(target));
   }
-  const end = await new Session(api, target).run(shell);
+  return attach(api, target, what, options, "shell");
+}
+
+/** A command on a terminal of its own that the local one is attached to; resolves with the exit status. */
+export async function runOnTerminal(
+  api: Api,
+  target: AgentTarget,
+  command: TerminalCommand,
+  options: SessionOptions,
+): Promise<number> {
+  return attach(api, target, command, options, "command");
+}
+
+async function attach(
+  api: Api,
+  target: AgentTarget,
+  what: TerminalCommand | number,
+  options: SessionOptions,
+  name: "shell" | "command",
+): Promise<number> {
+  const id = target.sandboxId;
+  const session = new Session(api, target, options);
+  const end = await session.run(what);
   const notice = (text: string) => process.stderr.write(`\r\x1b[2K${text}\n`);
   switch (end.kind) {
     case "exit":
-      notice(`The shell has ended, the sandbox has not. Come back with: aenv cn ${target.sandboxId}`);
+      if (name === "shell") {
+        notice(`The shell has ended, the sandbox has not. Come back with: aenv cn ${id}`);
+      }
       return end.code;
+    case "detached":
+      notice(`Detached; the ${name} goes on. Come back to it with: aenv cn ${id} --pid ${session.pid}`);
+      return 0;
     case "paused":
-      notice(`The sandbox was paused. Resume it with: aenv resume ${target.sandboxId}`);
+      notice(`The sandbox was paused. Resume it with: aenv resume ${id}`);
       return SESSION_ENDED;
     case "deleted":
-      notice(`The sandbox ${target.sandboxId} was deleted.`);
+      notice(`The sandbox ${id} was deleted.`);
       return SESSION_ENDED;
     case "lost":
-      notice(`The connection to the sandbox was lost. Try again with: aenv cn ${target.sandboxId}`);
+      notice(`The connection to the sandbox was lost. Try again with: aenv cn ${id}`);
       return SESSION_ENDED;
   }
 }
@@ -204,6 +249,7 @@ class EventStream {
 class Session {
   readonly #api: Api;
   readonly #target: AgentTarget;
+  readonly #options: SessionOptions;
   readonly #modes = new ScreenModes();
   readonly #outcome = Promise.withResolvers<SessionEnd>();
   readonly #cleanup = new DisposableStack();
@@ -220,22 +266,33 @@ class Session {
   #echoSince: number | undefined;
   #suspectedAt = Number.NEGATIVE_INFINITY;
 
-  constructor(api: Api, target: AgentTarget) {
+  constructor(api: Api, target: AgentTarget, options: SessionOptions) {
     this.#api = api;
     this.#target = target;
+    this.#options = options;
   }
 
-  async run(shell: { readonly cmd: string; readonly args: readonly string[] }): Promise<SessionEnd> {
+  /** Of the remote process. */
+  get pid(): number {
+    return this.#pid;
+  }
+
+  /** Starts a command on a terminal, or attaches to the process with this pid that has one. */
+  async run(what: TerminalCommand | number): Promise<SessionEnd> {
     const size = localSize();
-    this.#main = new EventStream(
-      this.#target,
-      "process.Process/Start",
-      encodeStart({ ...shell, envs: sessionEnvironment(), pty: size }),
-    );
+    this.#main =
+      typeof what === "number"
+        ? new EventStream(this.#target, "process.Process/Connect", encodeConnect(what))
+        : new EventStream(
+            this.#target,
+            "process.Process/Start",
+            encodeStart({ ...what, envs: { ...sessionEnvironment(), ...what.envs }, pty: size }),
+          );
     try {
       const first = await this.#main.next(SHELL_START_MS);
       if (first?.kind !== "start") throw new CliError("the shell did not start");
       this.#pid = first.pid;
+      if (typeof what === "number") await this.#takeOver(size);
       this.#begin(size);
       this.#follow().then(
         (end) => this.#outcome.resolve(end),
@@ -247,6 +304,19 @@ class Session {
       this.#main?.close();
       this.#second?.close();
       this.#cleanup.dispose();
+    }
+  }
+
+  /** A terminal that was left: a change of its size makes programs draw themselves anew. */
+  async #takeOver(size: TerminalSize): Promise<void> {
+    const tell = (next: TerminalSize) =>
+      unary(this.#target, "process.Process/Update", encodeResize(this.#pid, next), 5_000);
+    try {
+      await tell({ cols: size.cols, rows: size.rows + 1 });
+      await tell(size);
+    } catch (error) {
+      if (!(error instanceof AgentError) || error.code !== "internal") throw error;
+      throw new CliError(`process ${this.#pid} has no terminal to attach to`, { cause: error });
     }
   }
 
@@ -263,7 +333,13 @@ class Session {
     });
     this.#input = input;
     cleanup.defer(() => input.close());
-    const onKeys = (bytes: Buffer) => this.#onKeys(bytes);
+    const detach = new DetachDetector(
+      this.#options.detachKeys,
+      (bytes) => this.#onKeys(bytes),
+      () => this.#outcome.resolve({ kind: "detached" }),
+    );
+    cleanup.use(detach);
+    const onKeys = (bytes: Buffer) => detach.typed(bytes);
     // The local terminal is gone; so will we be.
     const onEnd = () => this.#outcome.resolve({ kind: "lost" });
     stdin.on("data", onKeys);

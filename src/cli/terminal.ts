@@ -2,9 +2,14 @@ import { writeSync } from "node:fs";
 import { CliError } from "./command.ts";
 import { SignalHandler, signalStatus } from "./signals.ts";
 
+/** True when a person sits at both ends of this process. */
+export function hasTerminal(): boolean {
+  return process.stdin.isTTY === true && process.stdout.isTTY === true;
+}
+
 /** Fails when this process has no terminal to work with: asked before anything is started for it. */
 export function requireTerminal(hint: string): void {
-  if (process.stdin.isTTY === true && process.stdout.isTTY === true) return;
+  if (hasTerminal()) return;
   throw new CliError("a shell needs a terminal on standard input and output", { exitCode: 2, hint });
 }
 

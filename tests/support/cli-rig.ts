@@ -222,9 +222,13 @@ export class CliRig implements AsyncDisposable {
   /** Puts an `aenv` on the PATH that `env` gives. */
   installCommand(): void {
     mkdirSync(join(this.dir, "bin"), { recursive: true });
-    writeFileSync(join(this.dir, "bin/aenv"), `#!/bin/sh\nexec "${process.execPath}" "${MAIN}" "$@"\n`, {
-      mode: 0o755,
-    });
+    writeFileSync(
+      join(this.dir, "bin/aenv"),
+      `#!/bin/bash\nexec -a aenv "${process.execPath}" "${MAIN}" "$@"\n`,
+      {
+        mode: 0o755,
+      },
+    );
   }
 
   /** Program and arguments that run `aenv`. */
@@ -234,6 +238,7 @@ export class CliRig implements AsyncDisposable {
 
   spawn(args: readonly string[], options: { env?: Record<string, string>; stdin?: string } = {}) {
     const child = Bun.spawn(this.command(args), {
+      argv0: "aenv",
       env: this.env(options.env),
       cwd: this.dir,
       stdin: options.stdin === undefined ? "ignore" : Buffer.from(options.stdin),

@@ -1,0 +1,279 @@
+import { CommanderError, Command as Node, Argument as NodeArgument, Option } from "commander";
+import { commit, version } from "../version.ts";
+import { type Argument, CliError, type Command, type Flag, type Invocation, type Values } from "./command.ts";
+
+/*
+ * The commands' table as a commander tree: parsing, help, suggestions, completion and the page in docs/ all
+ * walk this one tree.
+ */
+
+/** Program of the same executable that is not a client of a server. */
+export type ServerProgram = readonly [name: string, summary: string];
+
+export interface ProgramOptions {
+  readonly commands: readonly Command[];
+  readonly serverPrograms: readonly ServerProgram[];
+  /** What groups of commands such as `template` are for. */
+  readonly groups: Readonly<Record<string, string>>;
+  /** Told the command that the line names; absent: nothing runs. */
+  readonly onCommand?: (command: Command, invocation: Invocation) => void;
+}
+
+export const SERVER_GROUP = "On the server's host (agentenv <program>):";
+
+/** An argument that knows what a shell completes it with. */
+export class TreeArgument extends NodeArgument {
+  readonly complete: Argument["complete"];
+  constructor(argument: Argument) {
+    const name = `${argument.name}${argument.rest === true ? "..." : ""}`;
+    super(argument.optional === true ? `[${name}]` : `<${name}>`, argument.help);
+    this.complete = argument.complete;
+    if (argument.choices !== undefined) this.choices(argument.choices);
+  }
+}
+
+function optionOf(flag: Flag, name: string): Option {
+  const long = `--${name}${flag.value === undefined ? "" : ` <${flag.value}>`}`;
+  const own = name === flag.name;
+  const help = `${flag.help}${flag.default === undefined ? "" : ` (default: ${flag.default})`}`;
+  const option = new Option(own && flag.short !== undefined ? `-${flag.short}, ${long}` : long, help);
+  if (!own) option.hideHelp();
+  if (flag.required === true && own) option.makeOptionMandatory();
+  if (flag.conflicts !== undefined) option.conflicts(flag.conflicts.map(attribute));
+  const choices = flag.choices;
+  if (choices !== undefined) option.choices(choices);
+  if (flag.repeat === true) {
+    option.argParser((value: string, before: readonly string[] | undefined) => [...(before ?? []), value]);
+  }
+  return option;
+}
+
+/** Commander's name for the value of a flag. */
+const attribute = (flag: string) => new Option(`--${flag}`).attributeName();
+
+/** All spellings of a flag without dashes. */
+export function flagNames(flag: Flag): string[] {
+  return [flag.name, ...(flag.hiddenAliases ?? [])];
+}
+
+function valuesOf(command: Command, options: Readonly<Record<string, unknown>>, usage: Usage): Values {
+  const given = (name: string): unknown => {
+    const flag = command.flags.find((entry) => entry.name === name);
+    if (flag === undefined) throw new Error(`${command.name} has no flag ${name}`);
+    const off = name.startsWith("no-");
+    for (const spelling of flagNames(flag)) {
+      const value = options[attribute(spelling)];
+      if (off ? value === false : value !== undefined) return off ? true : value;
+    }
+    return undefined;
+  };
+  const list = (name: string): readonly string[] => {
+    const value = given(name);
+    return Array.isArray(value) ? value.map(String) : typeof value === "string" ? [value] : [];
+  };
+  return {
+    text: (name) => list(name).at(-1),
+    list,
+    has: (name) => given(name) !== undefined,
+    integer(name, min, max) {
+      const value = list(name).at(-1);
+      if (value === undefined) return undefined;
+      const number = Number(value);
+      if (!/^\d+$/.test(value) || number < min || number > max) {
+        throw usage(`--${name} must be a whole number from ${min} to ${max}, not "${value}"`);
+      }
+      return number;
+    },
+  };
+}
+
+type Usage = (message: string) => CliError;
+
+/** `aenv exec [options] <sandbox-id> <command...>` */
+export function usageOf(node: Node): string {
+  return `${path(node).join(" ")} ${node.usage()}`.trim();
+}
+
+/** Names from the program down to a node: what is typed to get there. */
+export function path(node: Node): string[] {
+  const names: string[] = [];
+  for (let at: Node | null = node; at !== null; at = at.parent) names.unshift(at.name());
+  return names;
+}
+
+const usageHint = (node: Node) => `usage: ${usageOf(node)}\n${path(node).join(" ")} --help tells more`;
+
+/** Arguments beyond what the parser knows of them: emptiness, ids, the `--` in front of a command. */
+function checkedArguments(command: Command, words: readonly string[], usage: Usage): string[] {
+  const args = [...words];
+  const rest = command.arguments.findIndex((argument) => argument.rest === true);
+  // `exec ID -- CMD`: the dashes only say that what follows is not ours.
+  if (rest >= 0 && args[rest] === "--") args.splice(rest, 1);
+  for (const [i, argument] of command.arguments.entries()) {
+    const given = args[i];
+    if (given === undefined) {
+      if (argument.optional !== true) throw usage(`missing argument <${argument.name}>`);
+      continue;
+    }
+    if (given === "") throw usage(`<${argument.name}> must not be empty`);
+    // An id becomes part of a URL's path: what would change the path is none.
+    if (argument.complete?.endsWith("sandbox") && !/^[\w-]+$/.test(given)) {
+      throw usage(`"${given}" is no sandbox id`);
+    }
+  }
+  return args;
+}
+
+function describe(node: Node, command: Command): void {
+  node.summary(command.summary);
+  node.description(
+    command.details === undefined ? command.summary : `${command.summary}\n\n${command.details}`,
+  );
+  node.helpOption("-h, --help", "this text");
+  if (command.group !== undefined) node.helpGroup(command.group);
+  for (const argument of command.arguments) node.addArgument(new TreeArgument(argument));
+  for (const flag of command.flags) for (const name of flagNames(flag)) node.addOption(optionOf(flag, name));
+  if (command.arguments.at(-1)?.rest === true) node.passThroughOptions();
+  if (command.examples.length > 0) {
+    node.addHelpText("after", `\nExamples:\n${command.examples.map((example) => `  ${example}`).join("\n")}`);
+  }
+}
+
+/** Where a node's children are made in the same way as the program's own. */
+function child(parent: Node, name: string, hidden: boolean): Node {
+  const node = new Node(name);
+  node.copyInheritedSettings(parent);
+  node.enablePositionalOptions().helpCommand(false);
+  parent.addCommand(node, { hidden });
+  return node;
+}
+
+function add(program: Node, command: Command, words: readonly string[], options: ProgramOptions): void {
+  const hidden = command.hidden === true || words.join(" ") !== command.name;
+  let parent = program;
+  for (const word of words.slice(0, -1)) {
+    let group = parent.commands.find((node) => node.name() === word);
+    if (group === undefined) {
+      group = child(parent, word, hidden && options.groups[word] === undefined);
+      group.description(options.groups[word] ?? `Commands for ${word}s`);
+      group.helpOption("-h, --help", "this text");
+      if (command.group !== undefined) group.helpGroup(command.group);
+    }
+    parent = group;
+  }
+  const node = child(parent, words.at(-1)!, hidden);
+  describe(node, command);
+  for (const alias of command.aliases ?? []) {
+    const other = alias.split(" ");
+    if (other.length !== words.length) continue;
+    // `templates ls` names the group and the command anew.
+    for (let at: Node = node, i = other.length - 1; i >= 0; at = at.parent!, i--) {
+      const name = other[i]!;
+      if (name !== at.name() && !at.aliases().includes(name)) at.alias(name);
+    }
+  }
+  node.action(() => {
+    const usage: Usage = (message) =>
+      new CliError(message, {
+        exitCode: 2,
+        hint: usageHint(node),
+      });
+    const invocation: Invocation = {
+      args: checkedArguments(command, node.args, usage),
+      flags: valuesOf(command, node.opts(), usage),
+      usageError: usage,
+    };
+    options.onCommand?.(command, invocation);
+  });
+}
+
+/** The tree of all commands, named `aenv`. Parsing throws `CommanderError` instead of ending the process. */
+export function buildProgram(options: ProgramOptions): Node {
+  const program = new Node("aenv");
+  program
+    .exitOverride()
+    .enablePositionalOptions()
+    .helpCommand(false)
+    .configureOutput({ outputError: () => undefined })
+    .configureHelp({ subcommandTerm: (node) => [node.name(), ...node.aliases().slice(0, 1)].join(", ") })
+    .description("AgentENV: microVM sandboxes for AI agents behind an E2B-compatible API.")
+    .usage("<command> [options]")
+    .helpOption("-h, --help", "this text; aenv <command> --help tells about one command")
+    .version(`agentenv ${version} (${commit})`, "-V, --version", "version of this executable");
+  for (const command of options.commands) {
+    const words = command.name.split(" ");
+    add(program, command, words, options);
+    for (const alias of command.aliases ?? []) {
+      // `sandbox info` for `info`: another place in the tree.
+      const other = alias.split(" ");
+      if (other.length !== words.length) add(program, { ...command, aliases: [] }, other, options);
+    }
+  }
+  for (const [name, summary] of options.serverPrograms) {
+    const node = child(program, name, false);
+    node
+      .summary(summary)
+      .description(`${summary}\n\nRun it as: agentenv ${name} (with --help for its options)`);
+    node
+      .helpGroup(SERVER_GROUP)
+      .helpOption("-h, --help", "this text")
+      .allowUnknownOption()
+      .allowExcessArguments();
+  }
+  return program;
+}
+
+/** The node a failing line leads to, for its usage. */
+function nodeOf(program: Node, words: readonly string[]): Node {
+  let node = program;
+  for (const word of words) {
+    const next = node.commands.find((entry) => entry.name() === word || entry.aliases().includes(word));
+    if (next === undefined) break;
+    node = next;
+  }
+  return node;
+}
+
+/** What commander found wrong, as an error of ours. */
+function usageProblem(program: Node, error: CommanderError, words: readonly string[]): CliError {
+  const node = nodeOf(program, words);
+  const [first = "", ...more] = error.message.replace(/^error: /, "").split("\n");
+  const meant = more.join(" ").trim();
+  const names = node.commands.map((entry) => entry.name()).join(", ");
+  const hint =
+    node === program
+      ? "aenv --help lists the commands"
+      : node.commands.length > 0
+        ? `its commands: ${names}`
+        : usageHint(node);
+  return new CliError(`${first}${meant === "" ? "" : ` ${meant}`}`, { exitCode: 2, hint });
+}
+
+/**
+ * Finds the command of a line. Help and version are printed here: the status of that is returned. A line
+ * that means nothing is a CliError with status 2.
+ */
+export function parseLine(
+  options: Omit<ProgramOptions, "onCommand">,
+  argv: readonly string[],
+): { readonly command: Command; readonly invocation: Invocation } | number {
+  let found: { readonly command: Command; readonly invocation: Invocation } | undefined;
+  const program = buildProgram({
+    ...options,
+    onCommand: (command, invocation) => {
+      found = { command, invocation };
+    },
+  });
+  // `aenv help exec` is `aenv exec --help`, at any depth.
+  const words = argv[0] === "help" ? [...argv.slice(1), "--help"] : argv[0] === "version" ? ["-V"] : argv;
+  try {
+    program.parse(words, { from: "user" });
+  } catch (error) {
+    if (!(error instanceof CommanderError)) throw error;
+    if (error.code === "commander.helpDisplayed" || error.code === "commander.version") return 0;
+    if (error.code === "commander.help") return 2; // Nothing was asked for: the help went to standard error.
+    throw usageProblem(program, error, words);
+  }
+  if (found === undefined) throw new CliError(`run it as: agentenv ${argv.join(" ")}`, { exitCode: 2 });
+  return found;
+}
