@@ -32,40 +32,72 @@ async function pause(ms: number, signal: AbortSignal): Promise<void> {
   signal.removeEventListener("abort", wake);
 }
 
+export interface FollowOptions {
+  readonly timeoutSeconds?: number;
+  /** What is left of that time. */
+  readonly leftMs?: number;
+  readonly pace?: WatchPace;
+  /** Ctrl-C and the deadline cancel the build. */
+  readonly cancel?: boolean;
+  /** All of the log above the status, also on a terminal. */
+  readonly showLog?: boolean;
+  /** No line that is rewritten. */
+  readonly plain?: boolean;
+}
+
+/** Ends the build, unless it has ended already. */
+async function cancelBuild(api: Api, templateId: string, buildId: string): Promise<void> {
+  const path = `/templates/${encodeURIComponent(templateId)}/builds/${encodeURIComponent(buildId)}`;
+  try {
+    await api.request("DELETE", path);
+  } catch (error) {
+    if (!(error instanceof ApiError) || error.status !== 409) throw error;
+  }
+}
+
 /**
- * Follows a build to its end: its log above, its state and the elapsed time on one line. The build is the
- * server's and goes on whatever happens here; Ctrl-C (status 130) and the deadline end only the watching.
+ * Follows a build to its end: its log above, its state and the elapsed time on one line. Without `cancel` the
+ * build is the server's and goes on whatever happens here: Ctrl-C (status 130) and the deadline end only the
+ * watching.
  */
 export async function followBuild(
   api: Api,
   templateId: string,
   buildId: string,
-  options: { readonly timeoutSeconds?: number; readonly pace?: WatchPace } = {},
+  options: FollowOptions = {},
 ): Promise<number> {
   const { pollMs, retryDelaysMs } = options.pace ?? PACE;
   const hint = `watch it with: aenv template watch ${templateId}`;
+  const { cancel = false, showLog = false, plain = false, timeoutSeconds } = options;
   const deadline =
-    options.timeoutSeconds === undefined
+    timeoutSeconds === undefined
       ? Number.POSITIVE_INFINITY
-      : performance.now() + options.timeoutSeconds * 1000;
+      : performance.now() + (options.leftMs ?? timeoutSeconds * 1000);
   const stopped = new AbortController();
   using _interrupt = new SignalHandler(["SIGINT"], () => stopped.abort());
-  using status = new StatusLine();
+  using status = new StatusLine(process.stderr, { plain });
   const url = `/templates/${encodeURIComponent(templateId)}/builds/${encodeURIComponent(buildId)}/status`;
   let offset = 0;
   let failures = 0;
   let doing = "";
   for (;;) {
     if (stopped.signal.aborted) {
+      if (cancel) await cancelBuild(api, templateId, buildId);
       status[Symbol.dispose]();
       process.stderr.write(
-        `Stopped watching; the build goes on. ${hint[0]!.toUpperCase()}${hint.slice(1)}\n`,
+        cancel
+          ? "Build cancelled.\n"
+          : `Stopped watching; the build goes on. ${hint[0]!.toUpperCase()}${hint.slice(1)}\n`,
       );
       return signalStatus("SIGINT");
     }
     const leftMs = deadline - performance.now();
     if (leftMs <= 0) {
-      throw new CliError(`the build did not end within ${options.timeoutSeconds} s; it goes on`, { hint });
+      if (cancel) {
+        await cancelBuild(api, templateId, buildId);
+        throw new CliError(`the build did not end within ${timeoutSeconds} s and was cancelled`);
+      }
+      throw new CliError(`the build did not end within ${timeoutSeconds} s; it goes on`, { hint });
     }
     let info: BuildInfoJson;
     try {
@@ -98,7 +130,9 @@ export async function followBuild(
       if (entry.level === "debug") continue;
       const problem = entry.level !== "info";
       if (!problem) doing = entry.message;
-      if (problem || !status.live) status.note(problem ? `${entry.level}: ${entry.message}` : entry.message);
+      if (showLog) status.note(entry.level === "error" ? `error: ${entry.message}` : entry.message);
+      else if (problem || !status.live)
+        status.note(problem ? `${entry.level}: ${entry.message}` : entry.message);
     }
     status.set(`Build status: ${info.status}${status.live && doing !== "" ? ` - ${doing}` : ""}`);
     // The log may have more than one page: read on before believing the end.
@@ -110,7 +144,9 @@ export async function followBuild(
     }
     if (info.status === "error") {
       const step = info.reason?.step === undefined ? "" : ` (step: ${info.reason.step})`;
-      throw new CliError(`Build failed: ${info.reason?.message ?? "no reason given"}${step}`);
+      throw new CliError(`Build failed: ${info.reason?.message ?? "no reason given"}${step}`, {
+        hint: `the template keeps its name: build it again, or remove it with: aenv template delete ${templateId}`,
+      });
     }
     await pause(Math.min(pollMs, Math.max(0, deadline - performance.now())), stopped.signal);
   }

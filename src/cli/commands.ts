@@ -1,5 +1,6 @@
 import { auth } from "./auth.ts";
 import { pull, watchTemplate } from "./build.ts";
+import { BUILD_COMMAND } from "./build-command.ts";
 import { type Argument, type Command, type Flag, OUTPUT_FLAG } from "./command.ts";
 import { printCompletion, SHELLS } from "./completion-scripts.ts";
 import type { ServerProgram } from "./program.ts";
@@ -86,6 +87,7 @@ export const COMMANDS: readonly Command[] = [
     ],
     run: pull,
   },
+  BUILD_COMMAND,
   {
     name: "start",
     group: SANDBOXES,

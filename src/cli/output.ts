@@ -66,9 +66,10 @@ export class StatusLine implements Disposable {
   #text = "";
   #shown = false;
 
-  constructor(stream: NodeJS.WriteStream = process.stderr) {
+  /** `plain`: lines also on a terminal. */
+  constructor(stream: NodeJS.WriteStream = process.stderr, options: { readonly plain?: boolean } = {}) {
     this.#stream = stream;
-    this.live = stream.isTTY === true && process.env.TERM !== "dumb";
+    this.live = stream.isTTY === true && process.env.TERM !== "dumb" && options.plain !== true;
     if (this.live) this.#timer = setInterval(() => this.#draw(), 200);
   }
 
