@@ -43,7 +43,7 @@ async function listed(made: ContextArchive): Promise<string[]> {
   const chunks: Uint8Array[] = [];
   for await (const chunk of compressed(made)) chunks.push(chunk);
   const tar = Bun.spawn(["tar", "--utc", "--quoting-style=literal", "-tzvf", "-"], {
-    stdin: new Blob(chunks as BlobPart[]),
+    stdin: new Blob([Buffer.concat(chunks)]),
     stdout: "pipe",
   });
   const text = await new Response(tar.stdout).text();

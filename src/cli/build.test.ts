@@ -100,7 +100,11 @@ describe("aenv pull", () => {
     };
     const run = await rig.aenv(["pull", "debian"]);
     expect(run.code).toBe(1);
-    expect(run.err).toEndWith("Error: Build failed: the start command ended with 3 (step: startCmd)\n");
+    const id = [...rig.templates.keys()].at(-1);
+    expect(run.err).toEndWith(
+      "Error: Build failed: the start command ended with 3 (step: startCmd)\n" +
+        `  the template keeps its name: build it again, or remove it with: aenv template delete ${id}\n`,
+    );
     // All pages of the log were read before the end was believed.
     expect(run.err).toContain("line 0\n");
     expect(run.err).toContain("line 249\n");
