@@ -77,7 +77,7 @@ async function runPython(): Promise<PythonOutcome> {
     },
     stdout: "pipe",
     stderr: "pipe",
-    timeout: 170_000,
+    timeout: 240_000,
   });
   const [out, err] = await Promise.all([new Response(run.stdout).text(), new Response(run.stderr).text()]);
   return { version: client.version, out, err, code: await run.exited };
@@ -206,8 +206,22 @@ describe("control plane", () => {
       }),
     );
     await until("the command runs", () => started);
+    // A watch and a download that is under way are told as well.
+    const watch = Promise.withResolvers<Error | undefined>();
+    await made.files.watchDir("/tmp", () => undefined, { timeoutMs: 0, onExit: watch.resolve });
+    await made.commands.run("head -c 32M /dev/urandom >/tmp/large");
+    const reading = (await made.files.read("/tmp/large", { format: "stream" })).getReader();
+    await reading.read();
     await Sandbox.kill(made.sandboxId, connection);
     expect(await outcome).toBeInstanceOf(TimeoutError);
+    expect(await watch.promise).toBeInstanceOf(Error);
+    const rest = await error(
+      (async () => {
+        while (!(await reading.read()).done);
+      })(),
+    );
+    expect(rest).toBeInstanceOf(Error);
+    expect(await error(made.files.read("/tmp/large"))).toBeInstanceOf(TimeoutError);
   });
 
   feature(group, "setTimeout, and the deadline kills", async () => {
@@ -223,8 +237,11 @@ describe("control plane", () => {
     const made = await fresh();
     const kept = await made.commands.run("sleep 600", { background: true, timeoutMs: 0 });
     await made.files.write("/root/kept", "on disk");
+    const watch = Promise.withResolvers<Error | undefined>();
+    await made.files.watchDir("/root", () => undefined, { timeoutMs: 0, onExit: watch.resolve });
     expect(await made.pause()).toBe(true);
     expect(await made.pause()).toBe(false);
+    expect(await watch.promise).toBeInstanceOf(Error); // told, not silent
     expect((await Sandbox.getInfo(made.sandboxId, connection)).state).toBe("paused");
     const again = await Sandbox.connect(made.sandboxId, { ...connection, timeoutMs: 600_000 });
     expect((await again.commands.list()).map((entry) => entry.pid)).toContain(kept.pid);
@@ -426,6 +443,32 @@ describe("commands", () => {
     expect(text).toContain("20 90");
   });
 
+  feature(group, "terminal: a second client, kill", async () => {
+    let text = "";
+    const pty = await box.pty.create({ cols: 80, rows: 24, timeoutMs: 60_000, onData: () => undefined });
+    const joined = await box.pty.connect(pty.pid, {
+      onData: (data) => {
+        text += Buffer.from(data).toString();
+      },
+    });
+    await box.pty.sendInput(pty.pid, Buffer.from("echo seen-$((40 + 2))\n"));
+    await until("output", () => text.includes("seen-42"));
+    expect(await box.pty.kill(pty.pid)).toBe(true);
+    expect(await error(pty.wait())).toBeInstanceOf(CommandExitError);
+    await error(joined.wait());
+    expect(await box.pty.kill(pty.pid)).toBe(false);
+  });
+
+  feature(group, "output of 5 MB, all bytes in order", async () => {
+    const result = await box.commands.run("seq 1 700000 | tee /tmp/numbers | md5sum; cat /tmp/numbers", {
+      timeoutMs: 0,
+    });
+    const cut = result.stdout.indexOf("\n") + 1;
+    const sum = new Bun.CryptoHasher("md5").update(result.stdout.slice(cut)).digest("hex");
+    expect(result.stdout.slice(0, 32)).toBe(sum);
+    await box.files.remove("/tmp/numbers");
+  });
+
   feature(group, "silent for long without a cut", async () => {
     expect(await silent).toBe("done\n");
   });
@@ -488,6 +531,33 @@ describe("files", () => {
     );
     await box.files.write("/tmp/f/sub/new", "x");
     await until("event", () => seen.includes("create sub/new"));
+    await handle.stop();
+  });
+
+  feature(group, "metadata, gzip and octet-stream uploads, downloads in gzip", async () => {
+    const text = "the same again, ".repeat(5000);
+    const written = await box.files.write("/tmp/f/zipped", text, { gzip: true, metadata: { Owner: "me" } });
+    expect(written.metadata).toEqual({ owner: "me" });
+    expect(await box.files.read("/tmp/f/zipped", { gzip: true })).toBe(text);
+    expect((await box.files.getInfo("/tmp/f/zipped")).metadata).toEqual({ owner: "me" });
+    await box.files.write("/tmp/f/zipped", "raw", { useOctetStream: true });
+    expect(await box.files.read("/tmp/f/zipped")).toBe("raw");
+    expect((await box.files.getInfo("/tmp/f/zipped")).metadata ?? {}).toEqual({});
+  });
+
+  feature(group, "watch with entries, in directories made later, on network mounts if asked", async () => {
+    const seen: string[] = [];
+    const handle = await box.files.watchDir(
+      "/tmp/f",
+      (event) => void seen.push(`${event.type} ${event.name} ${event.entry?.size ?? "-"}`),
+      { recursive: true, includeEntry: true, allowNetworkMounts: true },
+    );
+    await box.files.write("/tmp/f/later/deep/file", "12345");
+    await until("event with an entry", () =>
+      seen.some((line) => /^(create|write) later\/deep\/file 5$/.test(line)),
+    );
+    await box.files.remove("/tmp/f/later");
+    await until("removal", () => seen.includes("remove later -"));
     await handle.stop();
   });
 
@@ -592,7 +662,7 @@ test("the Python client", async () => {
     code: 0,
   });
   expect(results.length).toBeGreaterThan(10);
-}, 180_000);
+}, 240_000);
 
 test("no secret in any log", async () => {
   const token = (await Sandbox.getInfo(box.sandboxId, connection)) as { envdAccessToken?: string };

@@ -1,6 +1,7 @@
 """The Python client against a server named by E2B_API_URL; one JSON line per feature."""
 
 import json
+import shutil
 import sys
 import threading
 import time
@@ -26,6 +27,13 @@ def feature(group, name):
         print(json.dumps(row), flush=True)
 
     return run
+
+
+def outcome_of(work, **arguments):
+    try:
+        return work(**arguments)
+    except Exception as error:
+        return error
 
 
 box = Sandbox.create(template, timeout=600)
@@ -237,6 +245,71 @@ def _():
             return
         time.sleep(0.1)
     raise AssertionError("no event")
+
+
+@feature("Commands", "terminal: a second client, kill")
+def _():
+    from e2b import PtySize
+
+    pty = box.pty.create(PtySize(rows=24, cols=80), timeout=60)
+    joined = box.pty.connect(pty.pid)
+    text = []
+    reader = threading.Thread(
+        target=lambda: outcome_of(joined.wait, on_pty=lambda data: text.append(bytes(data)))
+    )
+    reader.start()
+    box.pty.send_stdin(pty.pid, b"echo seen-$((40 + 2))\n")
+    for _ in range(150):
+        if b"seen-42" in b"".join(text):
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError(text)
+    assert box.pty.kill(pty.pid) is True
+    assert isinstance(outcome_of(pty.wait), CommandExitException)
+    reader.join(20)
+    assert box.pty.kill(pty.pid) is False
+
+
+@feature("Files", "metadata, gzip and octet-stream uploads, downloads in gzip")
+def _():
+    text = "the same again, " * 5000
+    written = box.files.write("/tmp/py/zipped", text, gzip=True, metadata={"Owner": "me"})
+    assert written.metadata == {"owner": "me"}, written
+    assert box.files.read("/tmp/py/zipped", gzip=True) == text
+    assert box.files.get_info("/tmp/py/zipped").metadata == {"owner": "me"}
+    box.files.write("/tmp/py/zipped", "raw", use_octet_stream=True)
+    assert box.files.read("/tmp/py/zipped") == "raw"
+    assert not box.files.get_info("/tmp/py/zipped").metadata
+
+
+@feature("Files", "watch with entries, in directories made later, on network mounts if asked")
+def _():
+    handle = box.files.watch_dir("/tmp/py", recursive=True, include_entry=True, allow_network_mounts=True)
+    box.files.write("/tmp/py/later/deep/file", "12345")
+    for _ in range(150):
+        for event in handle.get_new_events():
+            if event.name == "later/deep/file" and event.entry and event.entry.size == 5:
+                handle.stop()
+                return
+        time.sleep(0.1)
+    raise AssertionError("no event with an entry")
+
+
+@feature("Git", "init, configure, add, commit, status, branches")
+def _():
+    with open(shutil.which("git"), "rb") as program:
+        box.files.write("/usr/local/bin/git", program.read())
+    box.commands.run("chmod 755 /usr/local/bin/git && git --version")
+    box.git.init("/tmp/pyrepo", initial_branch="main")
+    box.git.configure_user("Tester", "tester@example.com", scope="local", path="/tmp/pyrepo")
+    box.files.write("/tmp/pyrepo/file", "content")
+    assert box.git.status("/tmp/pyrepo").has_untracked
+    box.git.add("/tmp/pyrepo")
+    box.git.commit("/tmp/pyrepo", "first")
+    box.git.create_branch("/tmp/pyrepo", "next")
+    assert sorted(box.git.branches("/tmp/pyrepo").branches) == ["main", "next"]
+    assert box.git.status("/tmp/pyrepo").is_clean
 
 
 @feature("Sandbox", "kill ends a running command with the right error")
