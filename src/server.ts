@@ -25,7 +25,7 @@ import { requireFreeAddress, startFront } from "./proxy/index.ts";
 import { consoleLogPath, createSandboxFactory } from "./sandbox/index.ts";
 import { requireHost, resolveRuntime } from "./setup/index.ts";
 import { createPosixRepository } from "./snapshot/index.ts";
-import { startBlockd } from "./storage/blockd/index.ts";
+import { chooseExport, probeUblk, startBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
 import { commit, version } from "./version.ts";
 import { createQemuDriver } from "./vmm/index.ts";
@@ -95,11 +95,17 @@ async function startNode(config: NodeConfig, log: Logger) {
     log: log.child({ room: "vmm" }),
   });
 
+  const diskExport = chooseExport(config.ublk.export, () => probeUblk(selfCommand("blockd")));
+  diskExport.then(
+    ({ kind, reason }) => log.info({ kind, reason }, "how disks reach VMs"),
+    // Told where it is awaited.
+    () => undefined,
+  );
   // Starts while the rest is put together.
   const blockd = stack.use(
     startBlockd(
       {
-        argv: selfCommand("blockd"),
+        argv: selfCommand("blockd", "--max-ublk-devices", String(config.ublk.maxDevices)),
         socketPath: config.ublk.daemonSocketPath,
         runtimeDir: join(config.runtimePath, "blockd"),
         logPath: config.ublk.daemonLogPath,
@@ -139,6 +145,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     memory,
     network,
     blockClient: blockd.client,
+    exportKind: async () => (await diskExport).kind,
     kernelPath: runtime.kernelPath,
     initrdPath: runtime.initrdPath,
     rootDir: join(home, "sandboxes"),
@@ -249,6 +256,13 @@ async function startNode(config: NodeConfig, log: Logger) {
         defaultImage: config.image.resolver.defaultImage,
       },
       maxConcurrentBuilds: config.templateBuild.maxConcurrentBuilds,
+      limits: {
+        buildMs: config.templateBuild.timeoutSecs * 1000,
+        readyMs: config.templateBuild.readyTimeoutSecs * 1000,
+      },
+      maxStepCacheBytes: config.templateBuild.stepCacheSizeMb * MIB,
+      maxUploadCacheBytes: config.templateBuild.uploadCacheSizeMb * MIB,
+      maxUploadBytes: config.templateBuild.maxUploadSizeMb * MIB,
       workDir: join(config.backend.posixFs.snapshotStore, "builds"),
       // Named after what is in it: the guest agent and the kernel's modules.
       cacheEpoch: basename(runtime.initrdPath),
@@ -275,7 +289,9 @@ async function startNode(config: NodeConfig, log: Logger) {
     log: log.child({ room: "api" }),
   });
   // Both to their end: what a failed start undoes must not be half made.
-  for (const start of await Promise.allSettled([networkStarted, blockd.ready])) {
+  // A host that cannot do what is configured is told now, not at the first sandbox.
+  const exportChosen = config.ublk.export === "ublk" ? diskExport : undefined;
+  for (const start of await Promise.allSettled([networkStarted, blockd.ready, exportChosen])) {
     if (start.status === "rejected") throw start.reason;
   }
   await orchestrator.start();

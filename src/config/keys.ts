@@ -42,6 +42,8 @@ export const KEY_ALIASES: Readonly<Record<string, string>> = {
   "blockd.socket_path": "ublk.daemon_socket_path",
   "blockd.log_path": "ublk.daemon_log_path",
   "blockd.metrics_listen_addr": "ublk.daemon_metrics_listen_addr",
+  "blockd.export": "ublk.export",
+  "blockd.max_devices": "ublk.max_devices",
   "backend.oss.credentialProcess": "backend.oss.credential_process",
   "backend.oss.credential-process": "backend.oss.credential_process",
   "backend.oss.addressingStyle": "backend.oss.addressing_style",

@@ -383,6 +383,8 @@ export const configSchema = z.object({
         .default("0.0.0.0:9103"),
       { env: "AENV_UBLK_DAEMON_METRICS_LISTEN_ADDR", blankEnvCounts: true },
     ),
+    export: key(word(["auto", "nbd", "ublk"]).default("auto"), { env: "AENV_DISK_EXPORT" }),
+    max_devices: integer(4096, 1, 65_536),
     overlaybd: table({
       global_config_path: path("$AENV_HOME/overlaybd/overlaybd-global.json"),
       read_only: flag(false),
@@ -415,6 +417,11 @@ export const configSchema = z.object({
   }),
   template_build: table({
     max_concurrent_builds: integer(4, 1),
+    timeout_secs: integer(3600, 1),
+    ready_timeout_secs: integer(600, 1),
+    step_cache_size_mb: integer(20_480),
+    upload_cache_size_mb: integer(20_480, 1),
+    max_upload_size_mb: integer(5120, 1),
     builder_image: text("docker.io/moby/buildkit:v0.33.0"),
     builder_cpu_count: integer(16, 1),
     builder_memory_mb: integer(32768, 1),

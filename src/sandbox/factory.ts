@@ -6,7 +6,7 @@ import type { Logger } from "../lib/log.ts";
 import type { MemoryImage, MemoryLease, MemoryService } from "../memory/types.ts";
 import type { EgressPolicy } from "../network/index.ts";
 import type { KeptSlot, NetworkService, NetworkSlot, SlotPolicyReport } from "../network/types.ts";
-import type { BlockClient, DeviceInfo, DeviceSpec } from "../storage/blockd/protocol.ts";
+import type { BlockClient, DeviceInfo, DeviceSpec, ExportKind } from "../storage/blockd/protocol.ts";
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
 import { identityMismatch } from "../vmm/index.ts";
 import type {
@@ -54,6 +54,8 @@ export interface SandboxFactoryOptions {
   readonly memory: MemoryService;
   readonly network: NetworkService;
   readonly blockClient: BlockClient;
+  /** How disks reach the VM; asked for each that is made. Absent: over NBD. */
+  readonly exportKind?: () => Promise<ExportKind>;
   readonly kernelPath: string;
   readonly initrdPath: string;
   /** Work directories `<id>/<generation>/` of running sandboxes; same file system as the artifacts. */
@@ -255,7 +257,7 @@ class Factory implements SandboxFactory {
           deviceId,
           image: { lowers, upper: freshUpper(workDir), virtualSizeBytes: spec.rootfs.virtualSizeBytes },
           readOnly: false,
-          exportKind: "nbd",
+          exportKind: (await this.#options.exportKind?.()) ?? "nbd",
         });
       }),
       watch.measure("memory", async () => stack.use(await memory.materialize(memoryImage))),
@@ -823,7 +825,8 @@ class Running implements RunningSandbox {
   async #swapLowers(lowers: readonly LayerRef[]): Promise<void> {
     const { factory, device } = this.#parts;
     const { blockClient, maxLiveLowers = MAX_LIVE_LOWERS, log } = factory;
-    if (lowers.length <= maxLiveLowers) return;
+    // A kernel's device cannot be made anew under the VM that has it open.
+    if (lowers.length <= maxLiveLowers || device.exportKind === "ublk") return;
     const merged = this.#substitutes.disk.apply(lowers);
     if (merged.length > lowers.length / 2) return;
     const { deviceId, exportKind } = device;

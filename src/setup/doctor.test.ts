@@ -26,9 +26,26 @@ function look(more: Partial<Parameters<typeof examine>[0]> = {}): Promise<Check[
     qemuBinaryPath: join(dir, "no-qemu"),
     apiAddress: "127.0.0.1:1",
     mode: "auto",
+    diskExport: "auto",
     ...more,
   });
 }
+
+const hostHasUblk = existsSync("/dev/ublk-control");
+if (hostHasUblk) console.log("skipped: a test of hosts without ublk, this one has it");
+test.skipIf(hostHasUblk)("disks over ublk alone are refused with the cure, auto falls back", async () => {
+  const [forced, auto] = await Promise.all([look({ diskExport: "ublk" }), look()]);
+  expect(find(forced, "disk export")).toMatchObject({
+    status: "missing",
+    cure: expect.stringContaining("modprobe ublk_drv"),
+  });
+  expect(find(auto, "disk export")).toMatchObject({
+    status: "ok",
+    detail: expect.stringContaining(
+      "NBD over unix sockets (ublk cannot be used: there is no /dev/ublk-control)",
+    ),
+  });
+});
 
 const find = (checks: readonly Check[], name: string) => checks.find((check) => check.name === name);
 

@@ -17,6 +17,7 @@ import { tryCommand } from "../lib/command.ts";
 import { errorCode } from "../lib/durable.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
+import { selfCommand } from "../lib/self.ts";
 import { formatBytes } from "./console.ts";
 import { isContainer, KERNEL_SETTINGS, nearestExisting, readSysctl } from "./host.ts";
 import { type InstalledManifest, readManifest } from "./manifest.ts";
@@ -56,7 +57,7 @@ export async function examine(options: Settings): Promise<Check[]> {
     await nfTablesCheck(),
     forwardingCheck(),
     ...kernelSettingsCheck(),
-    ublkCheck(),
+    await exportCheck(options.diskExport),
     ioUringCheck(),
     cgroupCheck(),
     memoryCheck(),
@@ -296,15 +297,18 @@ function forwardingCheck(): Check {
   }
 }
 
-function ublkCheck(): Check {
+/** How disks would reach VMs, and why: the server's own choice, which adds a device and deletes it. */
+async function exportCheck(configured: Settings["diskExport"]): Promise<Check> {
   const name = "disk export";
-  return deviceState("/dev/ublk-control") === "usable"
-    ? { name, status: "ok", detail: "ublk can be used; NBD over unix sockets is used in this release" }
-    : {
-        name,
-        status: "ok",
-        detail: "NBD over unix sockets (no usable /dev/ublk-control, which is not needed)",
-      };
+  // Loaded here: setup, which shares this room's front door, has no use for it.
+  const { chooseExport, probeUblk } = await import("../storage/blockd/index.ts");
+  try {
+    const { kind, reason } = await chooseExport(configured, () => probeUblk(selfCommand("blockd")));
+    const how = kind === "ublk" ? "block devices over ublk" : "NBD over unix sockets";
+    return { name, status: "ok", detail: `${how} (${reason})` };
+  } catch (error) {
+    return failed(name, error);
+  }
 }
 
 const MIN_MEMORY = 1 * 2 ** 30;

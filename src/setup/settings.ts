@@ -10,6 +10,7 @@ export interface Settings {
   readonly qemuBinaryPath: string | undefined;
   readonly apiAddress: string;
   readonly mode: string;
+  readonly diskExport: "auto" | "nbd" | "ublk";
 }
 
 /** Flags of both programs, as `parseArgs` options. */
@@ -54,5 +55,6 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
     qemuBinaryPath: path(flags["qemu-binary"], config.qemu.binaryPath),
     apiAddress: config.server.listen,
     mode: config.virtualizationMode,
+    diskExport: config.ublk.export,
   };
 }

@@ -2,6 +2,7 @@ import { workerData } from "node:worker_threads";
 import type { WorkerOptions } from "./worker-protocol.ts";
 
 export { type BlockClientOptions, connectBlockd } from "./client.ts";
+export { chooseExport, probeUblk, type UblkVerdict } from "./disk-export.ts";
 export * from "./protocol.ts";
 export { type StartingBlockd, type SupervisedBlockd, startBlockd, superviseBlockd } from "./supervisor.ts";
 

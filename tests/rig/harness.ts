@@ -1,0 +1,170 @@
+/** What the tests of this folder share. They run inside the rig (docs/rig.md): a kernel with ublk, as root. */
+import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join, resolve } from "node:path";
+import pino from "pino";
+import { tryCommand } from "../../src/lib/command.ts";
+import {
+  type BlockdSupervisorOptions,
+  type DeviceInfo,
+  type ExportKind,
+  type SupervisedBlockd,
+  superviseBlockd,
+} from "../../src/storage/blockd/index.ts";
+import type { ImageConfig, UpperRef } from "../../src/storage/overlaybd/types.ts";
+
+export const ROOT = resolve(import.meta.dir, "../..");
+export const MiB = 1 << 20;
+export const inRig = existsSync("/dev/ublk-control");
+
+export function scratch(name: string): { readonly dir: string } & Disposable {
+  const dir = mkdtempSync(join(tmpdir(), `aenv-rig-${name}-`));
+  return { dir, [Symbol.dispose]: () => rmSync(dir, { recursive: true, force: true }) };
+}
+
+export function blockdOptions(dir: string, ...flags: string[]): BlockdSupervisorOptions {
+  return {
+    argv: [join(ROOT, "dist/agentenv"), "blockd", ...flags],
+    socketPath: join(dir, "c.sock"),
+    runtimeDir: join(dir, "run"),
+    logPath: join(dir, "blockd.log"),
+  };
+}
+
+/** A daemon and what the tests do with it. */
+export class Daemon implements AsyncDisposable {
+  readonly options: BlockdSupervisorOptions;
+  #supervised: SupervisedBlockd;
+  #serial = 0;
+
+  private constructor(options: BlockdSupervisorOptions, supervised: SupervisedBlockd) {
+    this.options = options;
+    this.#supervised = supervised;
+  }
+
+  static async start(dir: string, ...flags: string[]): Promise<Daemon> {
+    const options = blockdOptions(dir, ...flags);
+    return new Daemon(options, await superviseBlockd(options, pino({ level: "silent" })));
+  }
+
+  get client() {
+    return this.#supervised.client;
+  }
+
+  upper(): UpperRef {
+    const stem = join(this.options.runtimeDir, "..", `upper-${this.#serial++}`);
+    return { data: `${stem}.data`, index: `${stem}.index` };
+  }
+
+  create(deviceId: string, exportKind: ExportKind, image: Partial<ImageConfig>): Promise<DeviceInfo> {
+    const full = { lowers: [], upper: this.upper(), ...image };
+    return this.client.create({ deviceId, image: full, readOnly: full.upper === undefined, exportKind });
+  }
+
+  blank(deviceId: string, exportKind: ExportKind, sizeBytes: number): Promise<DeviceInfo> {
+    return this.create(deviceId, exportKind, { virtualSizeBytes: sizeBytes });
+  }
+
+  /** kill -9, and the time until the next one answers. */
+  async crash(): Promise<{ readonly before: number; readonly after: number; readonly downMs: number }> {
+    const { pid: before } = await this.client.stats();
+    const startedMs = performance.now();
+    process.kill(before, "SIGKILL");
+    for (;;) {
+      const after = await this.client.stats().then(
+        ({ pid }) => pid,
+        () => before,
+      );
+      if (after !== before) return { before, after, downMs: performance.now() - startedMs };
+      if (performance.now() - startedMs > 30_000) throw new Error(`no daemon came back: ${this.log()}`);
+      await Bun.sleep(5);
+    }
+  }
+
+  log(): string {
+    return readFileSync(this.options.logPath, "utf8");
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.client.shutdown();
+    await this.#supervised[Symbol.asyncDispose]();
+  }
+}
+
+/** Output of a command that has to succeed. */
+export async function run(argv: string[], timeoutMs = 120_000): Promise<string> {
+  const result = await tryCommand(argv, { timeoutMs });
+  const output = result.stdout + result.stderr;
+  if (result.exitCode !== 0)
+    throw new Error(`${argv.join(" ")}: exit ${result.exitCode}\n${output.slice(-4000)}`);
+  return output;
+}
+
+export function sh(script: string, timeoutMs = 120_000): Promise<string> {
+  return run(["bash", "-euc", script], timeoutMs);
+}
+
+export function fioArgs(path: string, options: Readonly<Record<string, string | number>>): string[] {
+  const all: Record<string, string | number> = {
+    name: "verify",
+    filename: path,
+    ioengine: "libaio",
+    direct: 1,
+    iodepth: 16,
+    rw: "randwrite",
+    bsrange: "4k-64k",
+    randrepeat: 0,
+    verify: "crc32c",
+    do_verify: 1,
+    verify_fatal: 1,
+    ...options,
+  };
+  return ["fio", ...Object.entries(all).map(([key, value]) => `--${key}=${value}`)];
+}
+
+/** QEMU's own client on an export, whichever it is. */
+export async function qemuIo(info: DeviceInfo, ...commands: string[]): Promise<string> {
+  const where =
+    info.devicePath === undefined
+      ? [`nbd+unix:///${info.exportName}?socket=${info.socketPath}`]
+      : ["-t", "none", info.devicePath];
+  const args = commands.flatMap((command) => ["-c", command]);
+  const flags = ["-f", "raw", ...(info.readOnly ? ["-r"] : [])];
+  const output = await run(["qemu-io", ...flags, ...args, ...where]);
+  if (/failed|error|can't/i.test(output)) throw new Error(output);
+  return output;
+}
+
+/** Kernel's number of a ublk device. */
+export function ublkNumber(info: DeviceInfo): number {
+  return Number(/^\/dev\/ublkb(\d+)$/.exec(info.devicePath ?? "")?.[1] ?? Number.NaN);
+}
+
+export function ublkNodes(): string[] {
+  return readdirSync("/dev").filter((name) => /^ublk[bc]\d+$/.test(name));
+}
+
+/** Threads that hang in the kernel, and what the kernel complained about since `since` (lines of its log). */
+export async function complaints(since = 0): Promise<string[]> {
+  const stuck = readdirSync("/proc")
+    .filter((name) => /^\d+$/.test(name))
+    .flatMap((pid) => {
+      try {
+        const text = readFileSync(`/proc/${pid}/stat`, "latin1");
+        const state = text.slice(text.lastIndexOf(")") + 2)[0];
+        return state === "D" ? [`process in D state: ${text.slice(0, 60)}`] : [];
+      } catch {
+        return []; // gone meanwhile
+      }
+    });
+  const bad = /blocked for more than|BUG:|WARNING:|Oops|Call Trace|soft lockup|general protection/;
+  return [...stuck, ...(await kernelLog()).slice(since).filter((line) => bad.test(line))];
+}
+
+export async function kernelLog(): Promise<string[]> {
+  return (await run(["dmesg"])).split("\n");
+}
+
+export function median(values: readonly number[]): number {
+  return values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)] ?? Number.NaN;
+}
