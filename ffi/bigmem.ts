@@ -5,14 +5,17 @@ import { bindShim } from "./lib.ts";
 const shim = bindShim({
   aenv_bigmem_alloc: { args: ["f64"], returns: "ptr" },
   aenv_bigmem_free_address: { args: [], returns: "ptr" },
+  aenv_bigmem_map: { args: ["i32", "f64"], returns: "ptr" },
+  aenv_bigmem_unmap_address: { args: [], returns: "ptr" },
 });
 
-/** The deallocator is missing in the declarations: called with the address when the buffer is collected. */
+/** The deallocator is missing in the declarations: called with address and context when the buffer is collected. */
 const toArrayBuffer = ffi.toArrayBuffer as (
   bytes: ffi.Pointer,
   offset: number,
   length: number,
-  deallocator: ffi.Pointer,
+  contextOrDeallocator: ffi.Pointer,
+  deallocator?: ffi.Pointer,
 ) => ArrayBuffer;
 
 /**
@@ -27,4 +30,17 @@ export function allocateBig(length: number): ArrayBuffer {
     throw new RangeError(`out of memory: ${length} bytes`);
   }
   return toArrayBuffer(bytes, 0, length, release);
+}
+
+/**
+ * The content of a file of `length` bytes, for reading only, without a copy: its pages are in memory and stay there.
+ * Undefined where that is not possible. The file must never be made shorter, even when it has been removed.
+ */
+export function mapLocked(fd: number, length: number): ArrayBuffer | undefined {
+  if (!(Number.isInteger(length) && length > 0)) throw new RangeError(`mapping of ${length} bytes`);
+  const bytes = shim.aenv_bigmem_map(fd, length);
+  const release = shim.aenv_bigmem_unmap_address();
+  if (bytes === null || release === null || typeof bytes === "bigint" || typeof release === "bigint")
+    return undefined;
+  return toArrayBuffer(bytes, 0, length, length as ffi.Pointer, release);
 }

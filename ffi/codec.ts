@@ -8,6 +8,7 @@ const shim = bindShim({
   aenv_codec_free: { args: ["ptr"], returns: "void" },
   aenv_crc32c_raw: { args: ["u32", "ptr", "f64", "f64"], returns: "u32" },
   aenv_crc32c_raw_portable: { args: ["u32", "ptr", "f64", "f64"], returns: "u32" },
+  aenv_crc32c_lanes: { args: ["ptr", "f64", "f64", "ptr"], returns: "void" },
   aenv_zfile_bound: { args: ["u32", "u32"], returns: "i32" },
   aenv_zfile_encode: {
     args: ["ptr", "u32", "u32", "ptr", "f64", "u32", "ptr", "f64", "u32"],
@@ -33,6 +34,13 @@ function checkRange(view: Uint8Array, offset: number, length: number): void {
 export function crc32cRaw(seed: number, bytes: Uint8Array): number {
   if (bytes.byteLength === 0) return seed >>> 0;
   return shim.aenv_crc32c_raw(seed, bytes, 0, bytes.byteLength);
+}
+
+/** Checksums of four parts of `bytes`, for what is long and only checked as a whole. See aenv_crc32c_lanes. */
+export function crc32cLanes(bytes: Uint8Array): Uint32Array {
+  const sums = new Uint32Array(new ArrayBuffer(16));
+  if (bytes.byteLength > 0) shim.aenv_crc32c_lanes(bytes, 0, bytes.byteLength, sums);
+  return sums;
 }
 
 /** What processors without SSE4.2 run; for tests. */

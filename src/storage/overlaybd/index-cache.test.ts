@@ -87,8 +87,8 @@ describe("cache of merged indexes", () => {
     const damages: [string, (bytes: Buffer) => Buffer][] = [
       ["a bit of the body", (bytes) => set(bytes, 5000, bytes[5000]! ^ 1)],
       ["the count", (bytes) => set(bytes, 23, 0x42)],
-      ["the key", (bytes) => set(bytes, 40, bytes[40]! ^ 1)],
-      ["the version", (bytes) => set(bytes, 8, 2)],
+      ["the key", (bytes) => set(bytes, 70, bytes[70]! ^ 1)],
+      ["the version", (bytes) => set(bytes, 8, 1)],
       ["its end", (bytes) => bytes.subarray(0, bytes.byteLength - 1)],
       ["everything", () => Buffer.alloc(0)],
     ];
@@ -148,7 +148,7 @@ describe("cache of merged indexes", () => {
 
   test("the directory keeps to its limit and loses the least recently used", () => {
     using scratch = scratchDirectory("index-cache");
-    const cache = { directory: `${scratch.path}/cache`, limitBytes: 3 * 60_000 + 10_000 };
+    const cache = { directory: `${scratch.path}/cache`, limitBytes: 3 * 64_096 + 10_000 };
     const make = () => {
       const builder = new FlatIndexBuilder();
       for (let n = 0; n < 3000; n++) builder.add(n * 2, 1, 8 + n * 3, 0);
@@ -163,7 +163,7 @@ describe("cache of merged indexes", () => {
     for (const [n, key] of keys.entries()) {
       cachedIndex(cache, key, 1, make, (message) => warnings.push(message));
       const file = `${cache.directory}/${key}.aidx`;
-      expect(statSync(file).size).toBe(64 + 3000 * 20);
+      expect(statSync(file).size).toBe(4096 + 3000 * 20);
       utimesSync(file, 1000 + n, 1000 + n);
     }
     expect(readdirSync(cache.directory).sort()).toEqual(

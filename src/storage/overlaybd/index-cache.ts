@@ -8,9 +8,10 @@ import {
   unlinkSync,
   utimesSync,
 } from "node:fs";
-import { crc32cRaw } from "../../../ffi/codec.ts";
+import { allocateBig, mapLocked } from "../../../ffi/bigmem.ts";
+import { crc32cLanes } from "../../../ffi/codec.ts";
 import { fileSize, pread, pwrite } from "../../../ffi/io.ts";
-import { FLAT_MAPPING_BYTES, type FlatIndex, newColumns } from "./lsmt/flat-index.ts";
+import { columnsIn, FLAT_MAPPING_BYTES, type FlatIndex, newColumns } from "./lsmt/flat-index.ts";
 import { MAX_MAPPINGS } from "./lsmt/format.ts";
 
 /**
@@ -19,9 +20,11 @@ import { MAX_MAPPINGS } from "./lsmt/format.ts";
  * process. An entry is named by what it was made of (`indexKey`); nothing depends on it being there, so whatever
  * is wrong with a file is a miss, and files are not synced.
  *
- * File `<key>.aidx`: 64 bytes: "AENVIDX1", u32 version 1, u32 number of layers, f64 number of mappings, u32 raw
- * CRC-32C of the body, 4 zeros, 32 bytes of key; body: the arrays of FlatIndex one after the other, offsets (f64),
- * moffsets (f64), lengths (u16), tags (u16). Little-endian, as the arrays lie in memory.
+ * File `<key>.aidx`: a block of 4096 bytes: "AENVIDX1", u32 version 2, u32 number of layers, f64 number of mappings,
+ * four u32 checksums of the body (crc32cLanes), 24 zeros, 32 bytes of key, zeros; body: the arrays of FlatIndex one
+ * after the other, offsets (f64), moffsets (f64), lengths (u16), tags (u16). Little-endian, as the arrays lie in
+ * memory: a file is checked and then used in place, from the page cache, whatever the number of threads. Files are
+ * never written to once they have their name.
  */
 export interface IndexCacheOptions {
   readonly directory: string;
@@ -30,8 +33,10 @@ export interface IndexCacheOptions {
 }
 
 const MAGIC = Uint8Array.fromHex("41454e5649445831");
-const HEADER_BYTES = 64;
-const VERSION = 1;
+const HEADER_BYTES = 4096;
+const SUMS_OFFSET = 24;
+const KEY_OFFSET = 64;
+const VERSION = 2;
 const SUFFIX = ".aidx";
 const DEFAULT_LIMIT_BYTES = 512 * 1024 * 1024;
 /** Smaller ones are made again as fast as they are read. */
@@ -75,10 +80,22 @@ export function forgetSharedIndexes(): void {
   open.clear();
 }
 
-function bodyParts(index: FlatIndex): Uint8Array[] {
-  return [index.offsets, index.moffsets, index.lengths, index.tags].map(
-    (array) => new Uint8Array(array.buffer, array.byteOffset, array.byteLength),
-  );
+/** The columns one behind the other. */
+function bodyOf(index: FlatIndex): Uint8Array {
+  const columns = newColumns(index.count);
+  columns.offsets.set(index.offsets);
+  columns.moffsets.set(index.moffsets);
+  columns.lengths.set(index.lengths);
+  columns.tags.set(index.tags);
+  return new Uint8Array(columns.offsets.buffer);
+}
+
+/** The whole file: mapped where the kernel lets us keep it in memory, else read. */
+function fileContent(fd: number, file: string, sizeBytes: number): ArrayBuffer | undefined {
+  const mapped = mapLocked(fd, sizeBytes);
+  if (mapped !== undefined) return mapped;
+  const buffer = allocateBig(sizeBytes);
+  return pread(fd, new Uint8Array(buffer), 0, sizeBytes, 0, file) === sizeBytes ? buffer : undefined;
 }
 
 function readEntry(fd: number, file: string, key: string, layers: number): FlatIndex | undefined {
@@ -86,25 +103,22 @@ function readEntry(fd: number, file: string, key: string, layers: number): FlatI
   if (pread(fd, header, 0, HEADER_BYTES, 0, file) !== HEADER_BYTES) return undefined;
   const view = new DataView(header.buffer);
   const count = view.getFloat64(16, true);
+  const sizeBytes = HEADER_BYTES + count * FLAT_MAPPING_BYTES;
   if (
     !MAGIC.every((value, i) => header[i] === value) ||
     view.getUint32(8, true) !== VERSION ||
     view.getUint32(12, true) !== layers ||
     !(Number.isInteger(count) && count >= 0 && count <= MAX_MAPPINGS) ||
-    header.subarray(32).toHex() !== key ||
-    fileSize(fd, file) !== HEADER_BYTES + count * FLAT_MAPPING_BYTES
+    header.subarray(KEY_OFFSET, KEY_OFFSET + 32).toHex() !== key ||
+    fileSize(fd, file) !== sizeBytes
   ) {
     return undefined;
   }
-  const index = { count, ...newColumns(count) };
-  let position = HEADER_BYTES;
-  let crc = 0;
-  for (const part of bodyParts(index)) {
-    if (pread(fd, part, 0, part.byteLength, position, file) !== part.byteLength) return undefined;
-    crc = crc32cRaw(crc, part);
-    position += part.byteLength;
-  }
-  return crc === view.getUint32(24, true) ? index : undefined;
+  const content = fileContent(fd, file, sizeBytes);
+  if (content === undefined) return undefined;
+  const sums = crc32cLanes(new Uint8Array(content, HEADER_BYTES));
+  if (sums.some((sum, i) => sum !== view.getUint32(SUMS_OFFSET + 4 * i, true))) return undefined;
+  return { count, ...columnsIn(content, HEADER_BYTES, count) };
 }
 
 function load(cache: IndexCacheOptions, key: string, layers: number): FlatIndex | undefined {
@@ -131,19 +145,19 @@ function store(cache: IndexCacheOptions, key: string, layers: number, index: Fla
   mkdirSync(cache.directory, { recursive: true, mode: 0o700 });
   const file = `${cache.directory}/${key}${SUFFIX}`;
   const temporary = `${file}.${process.pid}.${crypto.randomUUID().slice(0, 8)}`;
-  const parts = bodyParts(index);
+  const body = bodyOf(index);
   const header = new Uint8Array(new ArrayBuffer(HEADER_BYTES));
   const view = new DataView(header.buffer);
   header.set(MAGIC);
   view.setUint32(8, VERSION, true);
   view.setUint32(12, layers, true);
   view.setFloat64(16, index.count, true);
-  view.setUint32(24, parts.reduce(crc32cRaw, 0), true);
-  header.set(Uint8Array.fromHex(key), 32);
+  for (const [i, sum] of crc32cLanes(body).entries()) view.setUint32(SUMS_OFFSET + 4 * i, sum, true);
+  header.set(Uint8Array.fromHex(key), KEY_OFFSET);
   const fd = openSync(temporary, "wx", 0o600);
   try {
     let position = 0;
-    for (const part of [header, ...parts]) {
+    for (const part of [header, body]) {
       pwrite(fd, part, 0, part.byteLength, position, temporary);
       position += part.byteLength;
     }

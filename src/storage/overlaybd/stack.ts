@@ -6,9 +6,9 @@ import { badRequest } from "./errors.ts";
 import { executeRead, locateRead, tryExecuteRead } from "./execute.ts";
 import { cachedIndex, type IndexCacheOptions, indexKey, type LayerIdentity } from "./index-cache.ts";
 import { checkVirtualSize } from "./layer-writer.ts";
-import { EMPTY_INDEX, type FlatIndex, findFlat, mergeAll, mergeFlat } from "./lsmt/flat-index.ts";
+import { EMPTY_INDEX, type FlatIndex, findFlat, mergeFlat } from "./lsmt/flat-index.ts";
 import { BLOCK_SECTORS, type LsmtBlock, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
-import { readLayerIndex } from "./lsmt/layer.ts";
+import { readMergedIndex } from "./lsmt/layer.ts";
 import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
 import { Upper, type UpperTuning } from "./lsmt/upper.ts";
 import { clearBlankUpper, createUpperFiles } from "./lsmt/upper-files.ts";
@@ -613,7 +613,7 @@ export function openLowers(
     });
   }
   const readAll = () =>
-    mergeAll(lowers.map((lower, number) => readLayerIndex(lower.source, trailers[number]!, number)));
+    readMergedIndex(lowers.map(({ source }, number) => ({ source, trailer: trailers[number]! })));
   const warnings: string[] = [];
   const warn = (message: string) => warnings.push(message);
   const base =

@@ -1,4 +1,5 @@
 import { allocateBig } from "../../../../ffi/bigmem.ts";
+import { type IndexColumns, mergeColumns } from "../../../../ffi/lsmt.ts";
 import { MAX_MAPPING_SECTORS, MAX_MAPPINGS } from "./format.ts";
 
 /**
@@ -105,27 +106,23 @@ export function findFlat(index: FlatIndex, sector: number): number {
   return low;
 }
 
-/** The arrays of indexes, several one behind the other. */
-export interface Columns {
-  readonly offsets: Float64Array;
-  readonly lengths: Uint16Array;
-  readonly moffsets: Float64Array;
-  readonly tags: Uint16Array;
-}
-
 /** Bytes that a mapping takes in memory. */
 export const FLAT_MAPPING_BYTES = 20;
 const BIG_BYTES = 1 << 20;
 
 /** Arrays of `size` entries with undefined content. */
-export function newColumns(size: number): Columns {
+export function newColumns(size: number): IndexColumns {
   const bytes = size * FLAT_MAPPING_BYTES;
-  const buffer = bytes < BIG_BYTES ? new ArrayBuffer(bytes) : allocateBig(bytes);
+  return columnsIn(bytes < BIG_BYTES ? new ArrayBuffer(bytes) : allocateBig(bytes), 0, size);
+}
+
+/** Arrays of `size` entries one behind the other in a buffer, from a multiple of 8 on. */
+export function columnsIn(buffer: ArrayBuffer, offset: number, size: number): IndexColumns {
   return {
-    offsets: new Float64Array(buffer, 0, size),
-    moffsets: new Float64Array(buffer, 8 * size, size),
-    lengths: new Uint16Array(buffer, 16 * size, size),
-    tags: new Uint16Array(buffer, 18 * size, size),
+    offsets: new Float64Array(buffer, offset, size),
+    moffsets: new Float64Array(buffer, offset + 8 * size, size),
+    lengths: new Uint16Array(buffer, offset + 16 * size, size),
+    tags: new Uint16Array(buffer, offset + 18 * size, size),
   };
 }
 
@@ -134,111 +131,15 @@ function mergedBound(topCount: number, bottomCount: number): number {
   return 2 * topCount + bottomCount;
 }
 
-/**
- * Lays entries [topFrom, topTo) of `top` over entries [bottomFrom, bottomTo) of `bottom` into `out` from entry `at`
- * on (which has room, see mergedBound) and returns where they end. The inner loop of opening an image: it runs a
- * few times for every mapping of every layer, so it is one flat function over typed arrays.
- */
-function mergeColumns(
-  top: Columns,
-  topFrom: number,
-  topTo: number,
-  bottom: Columns,
-  bottomFrom: number,
-  bottomTo: number,
-  out: Columns,
-  at: number,
-): number {
-  const { offsets: topOffsets, lengths: topLengths, moffsets: topMoffsets, tags: topTags } = top;
-  const {
-    offsets: bottomOffsets,
-    lengths: bottomLengths,
-    moffsets: bottomMoffsets,
-    tags: bottomTags,
-  } = bottom;
-  const { offsets, lengths, moffsets, tags } = out;
-  let next = at;
-  let t = topFrom;
-  let b = bottomFrom;
-  // First sector that is not put out yet.
-  let covered = 0;
-  let topOffset = t < topTo ? topOffsets[t]! : Number.POSITIVE_INFINITY;
-  // What the last entry put out is continued by.
-  let lastEnd = -1;
-  let lastTarget = -1;
-  let lastTag = -1;
-  let lastLength = 0;
-  while (t < topTo || b < bottomTo) {
-    let offset: number;
-    let length: number;
-    let moffset: number;
-    let tag: number;
-    if (b < bottomTo) {
-      const start = bottomOffsets[b]!;
-      const end = start + bottomLengths[b]!;
-      if (end <= covered) {
-        b++;
-        continue;
-      }
-      offset = Math.max(start, covered);
-      if (offset < topOffset) {
-        tag = bottomTags[b]!;
-        moffset = bottomMoffsets[b]!;
-        if (tag < ZEROED_TAG) moffset += offset - start;
-        if (end <= topOffset) {
-          length = end - offset;
-          b++;
-        } else {
-          length = topOffset - offset;
-          covered = topOffset;
-        }
-      } else {
-        offset = topOffset;
-        length = topLengths[t]!;
-        moffset = topMoffsets[t]!;
-        tag = topTags[t]!;
-        covered = offset + length;
-        t++;
-        topOffset = t < topTo ? topOffsets[t]! : Number.POSITIVE_INFINITY;
-      }
-    } else {
-      offset = topOffset;
-      length = topLengths[t]!;
-      moffset = topMoffsets[t]!;
-      tag = topTags[t]!;
-      t++;
-      topOffset = t < topTo ? topOffsets[t]! : Number.POSITIVE_INFINITY;
-    }
-    if (
-      lastEnd === offset &&
-      lastTag === tag &&
-      lastLength + length <= MAX_MAPPING_SECTORS &&
-      (tag >= ZEROED_TAG || lastTarget === moffset)
-    ) {
-      lastLength += length;
-      lengths[next - 1] = lastLength;
-    } else {
-      offsets[next] = offset;
-      lengths[next] = length;
-      moffsets[next] = moffset;
-      tags[next] = tag;
-      next++;
-      lastTag = tag;
-      lastLength = length;
-    }
-    lastEnd = offset + length;
-    lastTarget = moffset + length;
-  }
-  return next;
-}
-
-function slice(columns: Columns, from: number, to: number): FlatIndex {
-  const out = newColumns(to - from);
-  out.offsets.set(columns.offsets.subarray(from, to));
-  out.lengths.set(columns.lengths.subarray(from, to));
-  out.moffsets.set(columns.moffsets.subarray(from, to));
-  out.tags.set(columns.tags.subarray(from, to));
-  return { count: to - from, ...out };
+/** The first `count` entries, in no more memory than they need. */
+export function cutColumns(columns: IndexColumns, count: number): FlatIndex {
+  if (count === columns.offsets.length) return { count, ...columns };
+  const out = newColumns(count);
+  out.offsets.set(columns.offsets.subarray(0, count));
+  out.lengths.set(columns.lengths.subarray(0, count));
+  out.moffsets.set(columns.moffsets.subarray(0, count));
+  out.tags.set(columns.tags.subarray(0, count));
+  return { count, ...out };
 }
 
 /** Lays `top` over `bottom`: where both have a mapping, the top's is kept. Tags are kept. */
@@ -247,7 +148,7 @@ export function mergeFlat(top: FlatIndex, bottom: FlatIndex): FlatIndex {
   if (bottom.count === 0) return top;
   const out = newColumns(mergedBound(top.count, bottom.count));
   const end = mergeColumns(top, 0, top.count, bottom, 0, bottom.count, out, 0);
-  return slice(out, 0, end);
+  return cutColumns(out, end);
 }
 
 /** The stack's one index: `indexes` bottom to top, each with its own tags already set. */
@@ -255,36 +156,44 @@ export function mergeAll(indexes: readonly FlatIndex[]): FlatIndex {
   const used = indexes.filter((index) => index.count > 0);
   if (used.length === 0) return EMPTY_INDEX;
   if (used.length === 1) return used[0]!;
-  // Neighbours are merged in rounds, from one set of arrays into the other.
   let total = 0;
   for (const index of used) total += index.count;
-  let from = newColumns(total);
-  let ends: number[] = [];
+  const columns = newColumns(total);
+  const ends: number[] = [];
   let end = 0;
   for (const index of used) {
-    from.offsets.set(index.offsets, end);
-    from.lengths.set(index.lengths, end);
-    from.moffsets.set(index.moffsets, end);
-    from.tags.set(index.tags, end);
+    columns.offsets.set(index.offsets, end);
+    columns.lengths.set(index.lengths, end);
+    columns.moffsets.set(index.moffsets, end);
+    columns.tags.set(index.tags, end);
     end += index.count;
     ends.push(end);
   }
+  return mergeInPlace(columns, ends);
+}
+
+/** The same with the indexes one behind the other in `columns`, which are used up; `ends[i]`: where index i ends. */
+export function mergeInPlace(columns: IndexColumns, ends: readonly number[]): FlatIndex {
+  // Neighbours are merged in rounds, from one set of arrays into the other.
+  let from = columns;
+  let rest = ends.filter((end, i) => end > (ends[i - 1] ?? 0));
+  let end = rest.at(-1) ?? 0;
   let to = newColumns(0);
-  while (ends.length > 1) {
+  while (rest.length > 1) {
     // All but the cuts of bottom mappings in two fit into as much as there was; the bound is twice that.
     if (to.offsets.length < 2 * end) to = newColumns(2 * end);
     const merged: number[] = [];
     let at = 0;
-    for (let i = 0; i < ends.length; i += 2) {
-      const start = i === 0 ? 0 : ends[i - 1]!;
-      const middle = ends[i]!;
-      const stop = i + 1 < ends.length ? ends[i + 1]! : middle;
+    for (let i = 0; i < rest.length; i += 2) {
+      const start = i === 0 ? 0 : rest[i - 1]!;
+      const middle = rest[i]!;
+      const stop = i + 1 < rest.length ? rest[i + 1]! : middle;
       at = mergeColumns(from, middle, stop, from, start, middle, to, at);
       merged.push(at);
     }
-    ends = merged;
+    rest = merged;
     end = at;
     [from, to] = [to, from];
   }
-  return slice(from, 0, end);
+  return cutColumns(from, end);
 }

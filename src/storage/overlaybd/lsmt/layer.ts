@@ -1,6 +1,7 @@
+import { type IndexColumns, MappingDecoder } from "../../../../ffi/lsmt.ts";
 import { invalidLayer } from "../errors.ts";
 import { type ReadSource, readUpTo } from "../source.ts";
-import { type FlatIndex, FlatIndexBuilder, ZEROED_TAG } from "./flat-index.ts";
+import { cutColumns, type FlatIndex, mergeInPlace, newColumns } from "./flat-index.ts";
 import {
   BLOCK_BYTES,
   BLOCK_SECTORS,
@@ -69,6 +70,10 @@ export function readLayerBlocks(source: ReadSource): LayerBlocks {
   return { header, trailer };
 }
 
+interface IndexOptions {
+  readonly padding: "skipped" | "refused";
+}
+
 /**
  * Reads and checks the index of a finished layer; every mapping gets `layer` as its tag. `padding: "refused"`
  * is for an index that must not have any, so that what was never written back is noticed.
@@ -77,47 +82,89 @@ export function readLayerIndex(
   source: ReadSource,
   trailer: LsmtBlock,
   layer: number,
-  options: { readonly padding: "skipped" | "refused" } = { padding: "skipped" },
+  options: IndexOptions = { padding: "skipped" },
 ): FlatIndex {
-  const { name } = source;
-  const { indexOffsetBytes, indexSize } = trailer;
-  const dataEnd = indexOffsetBytes / SECTOR_BYTES;
-  const out = new FlatIndexBuilder(Math.min(indexSize, READ_MAPPINGS));
-  const bytes = new Uint8Array(new ArrayBuffer(Math.min(indexSize, READ_MAPPINGS) * MAPPING_BYTES));
-  const words = new Uint32Array(bytes.buffer);
-  let previousEnd = 0;
-  for (let done = 0; done < indexSize; ) {
-    const batch = Math.min(indexSize - done, READ_MAPPINGS);
-    source.read(indexOffsetBytes + done * MAPPING_BYTES, bytes, 0, batch * MAPPING_BYTES);
-    for (let i = 0; i < batch; i++) {
-      const at = i * 4;
-      if (mappingIsPadding(words, at)) {
-        if (options.padding === "skipped") continue;
-        throw invalidLayer(name, indexOffsetBytes + (done + i) * MAPPING_BYTES, "a mapping is missing");
-      }
-      const offset = mappingOffset(words, at);
-      const length = mappingLength(words, at);
-      const moffset = mappingTarget(words, at);
-      const zeroed = mappingZeroed(words, at);
-      const where = () => indexOffsetBytes + (done + i) * MAPPING_BYTES;
-      if (offset < previousEnd) {
-        throw invalidLayer(
-          name,
-          where(),
-          `mapping of sector ${offset} is out of order or overlaps (previous ends at ${previousEnd})`,
-        );
-      }
-      if (moffset < BLOCK_SECTORS || moffset + (zeroed ? 0 : length) > dataEnd) {
-        throw invalidLayer(
-          name,
-          where(),
-          `mapping of sector ${offset} points to sectors ${moffset}+${zeroed ? 0 : length}, data is ${BLOCK_SECTORS}..${dataEnd}`,
-        );
-      }
-      out.add(offset, length, moffset, zeroed ? layer | ZEROED_TAG : layer);
-      previousEnd = offset + length;
-    }
-    done += batch;
+  return readIndexes([{ source, trailer, layer }], options).finish();
+}
+
+/** The merged index of layers, bottom to top, each tagged with its position. */
+export function readMergedIndex(
+  layers: readonly { readonly source: ReadSource; readonly trailer: LsmtBlock }[],
+): FlatIndex {
+  const { columns, ends } = readIndexes(layers.map((layer, number) => ({ ...layer, layer: number })));
+  return mergeInPlace(columns, ends);
+}
+
+/** Indexes one behind the other. */
+function readIndexes(
+  layers: readonly { readonly source: ReadSource; readonly trailer: LsmtBlock; readonly layer: number }[],
+  options: IndexOptions = { padding: "skipped" },
+): { columns: IndexColumns; ends: number[]; finish: () => FlatIndex } {
+  let total = 0;
+  let most = 0;
+  for (const { trailer } of layers) {
+    total += trailer.indexSize;
+    most = Math.max(most, Math.min(trailer.indexSize, READ_MAPPINGS));
   }
-  return out.finish();
+  const columns = newColumns(total);
+  const decoder = new MappingDecoder(columns);
+  const bytes = new Uint8Array(new ArrayBuffer(most * MAPPING_BYTES));
+  const ends: number[] = [];
+  for (const { source, trailer, layer } of layers) {
+    const { indexOffsetBytes, indexSize } = trailer;
+    const dataEnd = indexOffsetBytes / SECTOR_BYTES;
+    decoder.begin();
+    for (let done = 0; done < indexSize; ) {
+      const batch = Math.min(indexSize - done, READ_MAPPINGS);
+      source.read(indexOffsetBytes + done * MAPPING_BYTES, bytes, 0, batch * MAPPING_BYTES);
+      const previousEnd = decoder.end;
+      if (!decoder.add(bytes, batch, { dataEnd, layer, refusePadding: options.padding === "refused" })) {
+        refuseMappings(source.name, trailer, bytes, { first: done, count: batch, previousEnd }, options);
+      }
+      done += batch;
+    }
+    ends.push(decoder.count);
+  }
+  return { columns, ends, finish: () => cutColumns(columns, decoder.count) };
+}
+
+/** Says what is wrong with mappings that the decoder refused. */
+function refuseMappings(
+  name: string,
+  { indexOffsetBytes }: LsmtBlock,
+  bytes: Uint8Array,
+  batch: { readonly first: number; readonly count: number; readonly previousEnd: number },
+  options: IndexOptions,
+): never {
+  const words = new Uint32Array(bytes.buffer, bytes.byteOffset, batch.count * 4);
+  const dataEnd = indexOffsetBytes / SECTOR_BYTES;
+  let { previousEnd } = batch;
+  for (let i = 0; i < batch.count; i++) {
+    const at = i * 4;
+    const where = indexOffsetBytes + (batch.first + i) * MAPPING_BYTES;
+    if (mappingIsPadding(words, at)) {
+      if (options.padding === "skipped") continue;
+      throw invalidLayer(name, where, "a mapping is missing");
+    }
+    const offset = mappingOffset(words, at);
+    const length = mappingLength(words, at);
+    const moffset = mappingTarget(words, at);
+    const sectors = mappingZeroed(words, at) ? 0 : length;
+    if (offset < previousEnd) {
+      throw invalidLayer(
+        name,
+        where,
+        `mapping of sector ${offset} is out of order or overlaps (previous ends at ${previousEnd})`,
+      );
+    }
+    if (moffset < BLOCK_SECTORS || moffset + sectors > dataEnd) {
+      throw invalidLayer(
+        name,
+        where,
+        `mapping of sector ${offset} points to sectors ${moffset}+${sectors}, data is ${BLOCK_SECTORS}..${dataEnd}`,
+      );
+    }
+    previousEnd = offset + length;
+  }
+  throw new Error(`internal error, please report: ${name}: an index was refused without a reason`);
 }
