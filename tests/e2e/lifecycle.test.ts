@@ -16,9 +16,11 @@ let registry: LocalRegistry;
 let connection: { apiKey: string; apiUrl: string; sandboxUrl: string };
 let sandbox: Sandbox;
 const TEMPLATE = "e2e";
+/** More than any test but the one about too many needs at a time. */
+const MAX_SANDBOXES = 6;
 
 beforeAll(async () => {
-  server = await TestServer.create();
+  server = await TestServer.create({ toml: `[orchestrator]\nmax_sandboxes = ${MAX_SANDBOXES}` });
   registry = await startDebianRegistry(join(server.home, "registry"));
   await server.start();
   connection = await server.connection();
@@ -65,6 +67,69 @@ test("a sandbox starts from the template and runs commands", async () => {
   expect(python.stdout).toBe("True\n");
   expect(await sandbox.isRunning()).toBe(true);
 }, 120_000);
+
+test("a sandbox boots from an image without a template, and is one like any other", async () => {
+  const post = (body: object) =>
+    fetch(`${server.url}/sandboxes-cold`, {
+      method: "POST",
+      headers: { "x-api-key": connection.apiKey },
+      body: JSON.stringify({ image: registry.debian, cpuCount: 1, memoryMB: 256, secure: true, ...body }),
+    });
+  const small = await post({ diskSizeMB: 1024 });
+  expect([small.status, await small.json()]).toMatchObject([400, { error_code: "disk_shrink_refused" }]);
+  const created = await post({ timeout: 600, allowInternetAccess: false, envVars: { COLOUR: "red" } });
+  expect(created.status).toBe(201);
+  const { sandboxID, templateID } = (await created.json()) as { sandboxID: string; templateID: string };
+  expect(templateID).toBe(registry.debian);
+  let cold = await Sandbox.connect(sandboxID, connection);
+  expect((await cold.commands.run("echo $COLOUR; nproc", { user: "root" })).stdout).toBe("red\n1\n");
+  await cold.files.write("/root/of-cold", "kept");
+  await cold.pause();
+  cold = await Sandbox.connect(sandboxID, connection);
+  expect(await cold.files.read("/root/of-cold")).toBe("kept");
+  const info = await Sandbox.getInfo(sandboxID, connection);
+  expect(info).toMatchObject({ templateId: registry.debian, memoryMB: 256, state: "running" });
+  expect(await cold.kill()).toBe(true);
+}, 180_000);
+
+test("fifty creates at once on a node for a few: that many run, the others are told so at once", async () => {
+  const room = MAX_SANDBOXES - 1;
+  const began = performance.now();
+  const answers = await Promise.all(
+    Array.from({ length: 50 }, async () => {
+      const response = await fetch(`${server.url}/v2/sandboxes`, {
+        method: "POST",
+        headers: { "x-api-key": connection.apiKey },
+        body: JSON.stringify({ templateID: TEMPLATE, timeout: 600 }),
+      });
+      const body = (await response.json()) as {
+        sandboxID: string;
+        error_code?: string;
+        remediation?: string;
+      };
+      return { status: response.status, retry: response.headers.get("retry-after"), body };
+    }),
+  );
+  console.log(`fifty creates, ${room} of them started: ${Math.round(performance.now() - began)} ms`);
+  const refused = answers.filter(({ status }) => status !== 201);
+  expect(refused).toHaveLength(50 - room);
+  for (const { status, retry, body } of refused) {
+    expect([status, body.error_code]).toEqual([429, "capacity_unavailable"]);
+    expect(Number(retry)).toBeGreaterThan(0);
+    expect(body.remediation).toBeString();
+  }
+  const listed = JSON.parse(await cli("list")) as unknown[];
+  expect(listed).toHaveLength(MAX_SANDBOXES);
+  const vms = async () => (await hostObjects(server)).filter((line) => line.includes("qemu"));
+  expect(await vms()).toHaveLength(MAX_SANDBOXES);
+  for (const { status, body } of answers) {
+    if (status !== 201) continue;
+    const started = await Sandbox.connect(body.sandboxID, connection);
+    expect((await started.commands.run("echo ok")).stdout).toBe("ok\n");
+    expect(await started.kill()).toBe(true);
+  }
+  expect(await vms()).toHaveLength(1);
+}, 180_000);
 
 test("files are written and read, text and bytes", async () => {
   await sandbox.files.write("/tmp/hello.txt", "hello world");
