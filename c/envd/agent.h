@@ -33,6 +33,7 @@ typedef struct agent {
   int state_fd;         // memfd that outlives us: settings survive a restart of the agent. -1: none
   int keep_fd; // init, who keeps the processes' descriptors for our successor; -1: nobody
   ev keep;
+  timer alive;
   int cgroup_fd;
   int oom_fd; // memory.events of that cgroup, -1: none
   int64_t stall_ms; // after so long without taking output a subscriber is cut off

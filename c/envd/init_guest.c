@@ -452,18 +452,31 @@ int guest_init(void) {
   int signals = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
   if (signals < 0) fatal("signalfd", -errno);
   supervisor s = {.self = self, .state = state, .ip = w.ip, .pid = -1, .sock = -1};
-  int64_t started = mono_ms();
+  int64_t started = mono_ms(), round = started;
+  int silent = 0;
   start_agent(&s);
   for (;;) {
     // A new agent not more often than once a second.
     int64_t left = started + 1000 - mono_ms();
     struct pollfd fds[2] = {{.fd = signals, .events = POLLIN}, {.fd = s.sock, .events = POLLIN}};
-    poll(fds, 2, s.pid > 0 ? -1 : left > 0 ? (int)left : 0);
+    poll(fds, 2, s.pid > 0 ? KEEP_ALIVE_MS : left > 0 ? (int)left : 0);
     if (s.pid < 0 && mono_ms() >= started + 1000) {
-      started = mono_ms();
+      started = round = mono_ms();
+      silent = 0;
       start_agent(&s);
     }
-    if (s.sock >= 0) keeper_take(&s.processes, s.sock);
+    if (s.sock >= 0 && keeper_take(&s.processes, s.sock)) {
+      silent = 0;
+      round = mono_ms();
+    }
+    // Rounds are counted, not time: a clock that jumps (the whole machine stood still) is one round.
+    if (s.pid > 0 && mono_ms() >= round + KEEP_ALIVE_MS) {
+      round = mono_ms();
+      if (++silent > KEEP_SILENT_MAX) {
+        say("aenv: init: the agent does not answer, ending it\n");
+        kill(s.pid, SIGKILL);
+      }
+    }
     struct signalfd_siginfo si;
     while (read(signals, &si, sizeof si) == (ssize_t)sizeof si) {
       uint32_t sig = si.ssi_signo;

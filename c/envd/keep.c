@@ -97,12 +97,14 @@ static void forget(kept **list, int32_t pid) {
   kept_free(k);
 }
 
-void keeper_take(kept **list, int sock) {
+bool keeper_take(kept **list, int sock) {
   static const size_t cap = KEEP_META_MAX;
   uint8_t *meta = malloc(cap);
   keep_msg m;
   int fds[3];
+  bool any = false;
   for (ssize_t n; meta && (n = keep_recv(sock, 0, &m, meta, cap, fds)) >= 0;) {
+    any = true;
     if (m.kind == KEEP_PUT) {
       forget(list, m.pid); // an old one of that number
       kept *k = calloc(1, sizeof *k + (size_t)n);
@@ -130,6 +132,7 @@ void keeper_take(kept **list, int sock) {
     }
   }
   free(meta);
+  return any;
 }
 
 void keeper_exit(kept **list, int sock, int32_t pid, int32_t status) {

@@ -12,7 +12,10 @@ enum keep_kind {
   KEEP_EXIT,     // it has ended with status
   KEEP_DROP,     // nobody asks for it any more
   KEEP_READY,    // init to agent: that was all
+  KEEP_ALIVE,    // every KEEP_ALIVE_MS: the agent's loop goes round
 };
+// After so many rounds without a word the agent hangs (in a file system that does not answer, say) and is replaced.
+enum { KEEP_ALIVE_MS = 10 * 1000, KEEP_SILENT_MAX = 6 };
 enum { KEEP_PTY = 8, KEEP_META_MAX = 64 * 1024 }; // flags 1, 2, 4: stdin (or the terminal), stdout, stderr follow
 
 typedef struct keep_msg {
@@ -37,7 +40,7 @@ typedef struct kept {
   uint8_t meta[];
 } kept;
 
-void keeper_take(kept **list, int sock); // what the agent has told
+bool keeper_take(kept **list, int sock); // what the agent has told; false: nothing
 void keeper_exit(kept **list, int sock, int32_t pid, int32_t status); // tells the agent, if it is one of those kept
 void keeper_hand_over(kept **list, int sock);
 

@@ -913,6 +913,13 @@ static void on_keep(ev *e, uint32_t events) {
   if (n != -EAGAIN) ev_del(&ag->loop, e); // init is gone, and we shall be
 }
 
+static void on_alive(timer *t) {
+  agent *ag = t->owner;
+  keep_msg m = {.kind = KEEP_ALIVE};
+  if (ag->keep_fd < 0 || keep_send(ag->keep_fd, &m, NULL, 0, NULL)) return; // init is gone, and we shall be
+  timer_set(&ag->loop, t, KEEP_ALIVE_MS);
+}
+
 int procs_recover(agent *ag) {
   uint8_t *meta = malloc(KEEP_META_MAX);
   keep_msg m = {0};
@@ -928,6 +935,8 @@ int procs_recover(agent *ag) {
   }
   free(meta);
   if (n < 0) fprintf(stderr, "aenv: agent: processes of an earlier agent are lost: %s\n", strerror((int)-n));
+  ag->alive = (timer){.cb = on_alive, .owner = ag};
+  on_alive(&ag->alive);
   ag->keep = (ev){.fd = ag->keep_fd, .cb = on_keep, .owner = ag};
   return ev_set(&ag->loop, &ag->keep, EPOLLIN);
 }
