@@ -57,7 +57,7 @@ function component(pattern: string): RegExp | undefined {
     } else {
       const literal = char === "\\" ? pattern[++i] : char;
       if (literal === undefined) return undefined;
-      source += literal.replace(/[\\^$.*+?()[\]{}|/-]/, "\\$&");
+      source += literal.replace(/[\\^$.*+?()[\]{}|/]/, "\\$&");
     }
   }
   try {

@@ -7,6 +7,7 @@ const SET: Readonly<Record<string, string>> = {
   EMPTY: "",
   P: "/usr/lib:/usr/lib64",
   F: "a.tar.gz",
+  D: "x-y",
 };
 const expand = (word: string) => expandWord(word, (name) => SET[name]);
 
@@ -24,7 +25,7 @@ describe("variables", () => {
     ["\"it's\" 'a\"b'", "it's a\"b"],
     ["cost: 5$ $ $/", "cost: 5$ $ $/"],
     ["${P#*/} ${P##*/}", "usr/lib:/usr/lib64 lib64"],
-    ["${F%.*} ${F%%.*}", "a.tar a"],
+    ["${F%.*} ${F%%.*} ${D%-*} ${D//-/+}", "a.tar a x x+y"],
     ["${P/lib/x} ${P//lib/x}", "/usr/x:/usr/lib64 /usr/x:/usr/x64"],
     ["$1 $@", " "],
   ];

@@ -190,7 +190,7 @@ function patternSource(pattern: string, greedy: boolean): string {
     else if (char === "?") source += ".";
     else {
       if (char === "\\" && i + 1 < pattern.length) char = pattern[++i]!;
-      source += char.replace(/[\\^$.*+?()[\]{}|/-]/u, "\\$&");
+      source += char.replace(/[\\^$.*+?()[\]{}|/]/u, "\\$&");
     }
   }
   return source;

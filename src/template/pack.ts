@@ -49,7 +49,7 @@ function component(pattern: string): RegExp {
     } else {
       const literal = char === "\\" ? pattern[++i] : char;
       if (literal === undefined) throw badPattern(pattern);
-      source += literal.replace(/[\\^$.*+?()[\]{}|/-]/, "\\$&");
+      source += literal.replace(/[\\^$.*+?()[\]{}|/]/, "\\$&");
     }
   }
   try {

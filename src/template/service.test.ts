@@ -1,11 +1,17 @@
+// biome-ignore-all lint/suspicious/noTemplateCurlyInString: words of Dockerfiles.
 import { afterAll, afterEach, beforeAll, beforeEach, expect, test } from "bun:test";
 import {
+  chownSync,
   existsSync,
+  linkSync,
   mkdirSync,
   mkdtempSync,
   readdirSync,
   readFileSync,
+  readlinkSync,
   rmSync,
+  statSync,
+  symlinkSync,
   writeFileSync,
 } from "node:fs";
 import { join } from "node:path";
@@ -43,6 +49,8 @@ const CONFIG: ImageRuntimeConfig = {
   cmd: ["bash"],
 };
 
+let config = CONFIG;
+
 const images: ImageService = {
   async resolve(reference, options) {
     await resolveImage(reference, options);
@@ -51,7 +59,7 @@ const images: ImageService = {
       manifestDigest: `sha256:${"0".repeat(64)}`,
       lowers: [],
       virtualSizeBytes: 1 << 30,
-      config: CONFIG,
+      config,
     };
   },
   hold: () => ({ [Symbol.dispose]: () => undefined }),
@@ -94,6 +102,7 @@ beforeEach(async () => {
   factory.hostAddress = agent.address;
   repository = createPosixRepository({ root: join(home, "repository"), log });
   resolveImage = async () => undefined;
+  config = CONFIG;
   deletions = 0;
   templates = open();
   await templates.start();
@@ -617,4 +626,189 @@ test("cancel ends a build with its reason, frees its sandbox, and is refused whe
   expect(factory.live.size).toBe(0);
   const { build: record } = await templates.build(made.templateId, made.buildId);
   expect(record).toMatchObject({ status: "error", reason: { message: "the build was cancelled" } });
+});
+
+const DOCKERFILE = { dockerfile: { escape: "\\" as const } };
+const step = (type: string, ...args: string[]) => ({ type, args });
+
+test("a Dockerfile's words: variables of ENV and ARG, the image's environment, quotes; ARG is gone afterwards", async () => {
+  writeFileSync(join(guestRoot, "bin/sh"), "");
+  const state = await build("app", {
+    ...DOCKERFILE,
+    startCmd: "",
+    steps: [
+      step("ARG", "V", "'1 2'"),
+      step("ENV", "A", '"$FROM_IMAGE-$V"', "B", "${A:-unset} \\$V"),
+      step("ENV", "C", "${A%-*}"),
+      step("ARG", "C", "of ARG"),
+      step("RUN", 'echo "<$V|$A|$B|$C>"'),
+      { ...step("RUN", "/bin/sh", "-c", "echo exec $V"), exec: true },
+      step("SHELL", "/bin/bash", "-uc"),
+      step("RUN", "echo $- $0"),
+      step("LABEL", "$A", "'$A'"),
+      step("EXPOSE", "$V", "80"),
+      step("WORKDIR", "/w"),
+      step("WORKDIR", "$C"),
+      step("USER", "ap${NONE:-p}"),
+    ],
+  });
+  expect(state.build).toMatchObject({ status: "ready" });
+  // No login shell, the root directory, ENV before ARG.
+  expect(messages(state)).toContain("<1 2|yes-1 2|unset $V|yes>");
+  expect(messages(state)).toContain("exec 1 2");
+  expect(messages(state).find((line) => /^\S+ \/bin\/bash$/.test(line))).toContain("u");
+  const commands = agent.commands.map(({ cmd, args }) => [cmd, ...args.slice(0, 1)]);
+  expect(commands).toEqual([
+    ["/bin/sh", "-c"],
+    ["/bin/sh", "-c"],
+    ["/bin/bash", "-uc"],
+  ]);
+  expect(agent.commands[0]).toMatchObject({ cwd: "/", envs: { V: "1 2", C: "yes" } });
+  expect(state.record.committed!.context).toMatchObject({
+    envVars: { FROM_IMAGE: "yes", A: "yes-1 2", B: "unset $V", C: "yes" },
+    labels: { "yes-1 2": "$A" },
+    exposedPorts: ["80/tcp", "1", "2", "80"],
+    workdir: "/w/yes",
+    user: "app",
+  });
+  expect(state.record.committed!.context.envVars).not.toHaveProperty("V");
+});
+
+test("a Dockerfile's commands: ENTRYPOINT with CMD starts, HEALTHCHECK is readiness, the request's win", async () => {
+  writeFileSync(join(guestRoot, "bin/sh"), "");
+  config = {
+    ...CONFIG,
+    entrypoint: ["/bin/sh", "-c"],
+    cmd: ["exit 0"],
+    healthcheck: ["CMD-SHELL", "test -e ok"],
+    shell: ["/bin/bash", "-c"],
+  };
+  const started = (state: Ended) => [state.record.committed?.startCmd, state.record.committed?.readyCmd];
+  const marker = join(home, "ready");
+  const own = await build("own", {
+    ...DOCKERFILE,
+    steps: [
+      { ...step("CMD", `sleep 0.05; touch ${marker}; sleep 1 # a`), exec: true },
+      { ...step("HEALTHCHECK", "/bin/sh", "-c", `test -e ${marker}`), exec: true },
+    ],
+  });
+  expect(started(own)).toEqual([
+    `/bin/sh -c 'sleep 0.05; touch ${marker}; sleep 1 # a'`,
+    `/bin/sh -c 'test -e ${marker}'`,
+  ]);
+  expect(existsSync(marker)).toBe(true);
+
+  // An ENTRYPOINT of its own is not given the image's CMD; texts are for the image's SHELL.
+  const entry = await build("entry", {
+    ...DOCKERFILE,
+    steps: [step("ENTRYPOINT", "exit 0 # x"), step("HEALTHCHECK", "NONE")],
+  });
+  expect(started(entry)).toEqual(["/bin/bash -c 'exit 0 # x'", undefined]);
+  const both = await build("both", {
+    ...DOCKERFILE,
+    steps: [
+      step("CMD", "cmd"),
+      { ...step("ENTRYPOINT", "/bin/sh", "-c", "exit 0"), exec: true },
+      step("HEALTHCHECK", "true"),
+    ],
+  });
+  expect(started(both)).toEqual(["/bin/sh -c 'exit 0' /bin/bash -c cmd", "/bin/bash -c true"]);
+  const given = await build("given", { ...DOCKERFILE, steps: [], startCmd: "exit 0", readyCmd: "true" });
+  expect(started(given)).toEqual(["exit 0", "true"]);
+  const none = await build("none", { ...DOCKERFILE, steps: [], startCmd: "" });
+  expect(started(none)).toEqual([undefined, undefined]);
+  expect(none.build.status).toBe("ready");
+  // Others do not run what the image would.
+  expect(started(await build("plain"))).toEqual([undefined, undefined]);
+
+  config = { ...CONFIG, onBuild: ["RUN x"] };
+  const refused = await build("onbuild", { ...DOCKERFILE, steps: [] });
+  expect(refused.build.reason!.message).toContain("has ONBUILD instructions, which are not run: RUN x");
+});
+
+test("stages: COPY takes files of another one with owners and links, only those needed run, cached ones do not", async () => {
+  writeFileSync(join(guestRoot, "bin/sh"), "");
+  mkdirSync(join(guestRoot, "out/lib"), { recursive: true });
+  for (const name of ["a.so", "b.so", "c.txt"]) writeFileSync(join(guestRoot, "out/lib", name), name);
+  linkSync(join(guestRoot, "out/lib/a.so"), join(guestRoot, "out/again"));
+  symlinkSync("/out/lib", join(guestRoot, "out/link"));
+  chownSync(join(guestRoot, "out/lib/a.so"), 1234, 1235);
+  const request = (last = "echo last"): Partial<BuildStartRequest> => ({
+    ...DOCKERFILE,
+    startCmd: "",
+    stages: [
+      { name: "build", fromImage: "golang", steps: [step("RUN", "echo built")] },
+      { name: "unused", fromImage: "node", steps: [step("RUN", "exit 9")] },
+    ],
+    steps: [
+      step("ENV", "TO", "/got"),
+      { ...step("COPY", "out", "$TO/all", "", ""), from: 0 },
+      { ...step("COPY", "/out/link/*.so", "$TO/so/", "app", "600"), from: 0 },
+      { ...step("COPY", "/out/lib/[c-d].txt", "$TO/name", "", ""), from: 0 },
+      step("RUN", last),
+    ],
+  });
+  const state = await build("app", request());
+  expect(state.build).toMatchObject({ status: "ready" });
+  expect(messages(state)).toContain("[build 1/1] RUN echo built");
+  expect(messages(state).join()).not.toContain("exit 9");
+  const got = join(guestRoot, "got");
+  expect(readdirSync(join(got, "all")).sort()).toEqual(["again", "lib", "link"]);
+  expect(readlinkSync(join(got, "all/link"))).toBe("/out/lib");
+  const [name, other] = [statSync(join(got, "all/lib/a.so")), statSync(join(got, "all/again"))];
+  expect([name.uid, name.gid, name.nlink, other.ino === name.ino]).toEqual([1234, 1235, 2, true]);
+  expect(readdirSync(join(got, "so")).sort()).toEqual(["a.so", "b.so"]);
+  const picked = statSync(join(got, "so/a.so"));
+  expect([picked.uid, picked.mode & 0o777]).toEqual([1000, 0o600]);
+  expect(readFileSync(join(got, "name"), "utf8")).toBe("c.txt");
+
+  factory.starts = 0;
+  const changed = await build("app", request("echo other"));
+  expect(changed.build).toMatchObject({ status: "ready" });
+  expect(messages(changed)).toContain("CACHED [4/5] COPY --from=0 /out/lib/[c-d].txt /got/name");
+  expect(messages(changed).join()).not.toContain("echo built");
+  expect(factory.starts).toBe(1);
+
+  const missing = await build("missing", {
+    ...request(),
+    steps: [{ ...step("COPY", "/out/*.zip", "/x", "", ""), from: 0 }],
+  });
+  expect(missing.build.reason).toEqual({ message: "nothing in the stage matches /out/*.zip", step: "1" });
+  const nothing = await build("nothing", {
+    ...request(),
+    steps: [{ ...step("COPY", "/none", "/x", "", ""), from: 0 }],
+  });
+  expect(nothing.build.reason).toEqual({ message: "the stage has nothing at /none", step: "1" });
+  const failed = await build("failed", { ...request(), steps: [{ ...step("COPY", "/x", "/x"), from: 1 }] });
+  expect(failed.build.reason).toMatchObject({ step: "unused 1" });
+});
+
+test("a Dockerfile's requests that cannot be are refused before anything starts", async () => {
+  const refused = async (request: Partial<BuildStartRequest>) => {
+    const made = await templates.create({ name: "app", tags: [] });
+    try {
+      await templates.startBuild(made.templateId, made.buildId, { steps: [], ...request });
+    } catch (error) {
+      return (error as AenvError).message;
+    }
+    throw new Error("it was started");
+  };
+  expect(await refused({ stages: [{ steps: [] }] })).toBe("stages are for the steps of a Dockerfile");
+  const copy = { ...step("COPY", "/a", "/b"), from: 1 };
+  expect(await refused({ ...DOCKERFILE, stages: [{ steps: [] }], steps: [copy] })).toBe(
+    "step 1 (COPY): there is no stage 1 before it",
+  );
+  const self = { ...DOCKERFILE, stages: [{ name: "s", steps: [{ ...copy, from: 0 }] }] };
+  expect(await refused(self)).toBe("step s 1 (COPY): there is no stage 0 before it");
+  expect(await refused({ steps: [{ ...copy, from: 0 }] })).toContain("there is no stage 0");
+  expect(await refused({ ...DOCKERFILE, steps: [step("ARG", "1x", "y")] })).toContain('"1x" is not a name');
+  expect(await refused({ ...DOCKERFILE, steps: [step("SHELL")] })).toContain("the program is missing");
+  expect(await refused({ steps: [step("SHELL", "x")] })).toContain("unknown step type");
+  expect(
+    await refused({
+      ...DOCKERFILE,
+      steps: [{ ...step("ADD", "/a", "/b"), from: 0 }],
+      stages: [{ steps: [] }],
+    }),
+  ).toContain("only COPY takes files from another stage");
 });
