@@ -169,6 +169,7 @@ async function startNode(config: NodeConfig, log: Logger) {
           ? {}
           : { allowedRegistries: config.image.resolver.allowedRegistries }),
         allowLocalPaths: config.image.resolver.allowLocalPaths,
+        referrerPrefixes: config.image.resolver.tryReferrersOverlaybdPrefixes,
         virtualSizeBytes: config.image.cache.virtualSizeGib * GIB,
         convertStandardOci: config.image.resolver.convertStandardOci,
         gc: {

@@ -41,7 +41,6 @@ const WITHOUT_EFFECT: readonly string[] = [
   "kernel.url",
   "tools.",
   "overlaybd.",
-  "image.resolver.try_referrers_overlaybd_prefixes",
   "image.cache.remote_blocks.",
   "envd.version",
   "machine.disk_rate_limit.",

@@ -3,7 +3,7 @@ import { setTimeout as sleep } from "node:timers/promises";
 import { AenvError, assert } from "../lib/errors.ts";
 import type { RegistryLogin } from "./credentials.ts";
 import { digestMismatch, diskFault, truncated } from "./faults.ts";
-import { type Descriptor, MEDIA_TYPES } from "./manifest.ts";
+import { type Descriptor, type IndexEntry, MEDIA_TYPES, parseManifest } from "./manifest.ts";
 import { formatReference, type RegistryReference } from "./reference.ts";
 import { type FetchedManifest, type ImageSource, MAX_MANIFEST_BYTES, sha256Digest } from "./source.ts";
 
@@ -208,6 +208,26 @@ class RegistrySource implements ImageSource {
       const contentType = response.headers.get("content-type");
       return { bytes, digest, ...(contentType === null ? {} : { contentType }) };
     });
+  }
+
+  async referrers(digest: string, signal: AbortSignal): Promise<readonly IndexEntry[]> {
+    let failure: AenvError | undefined;
+    for (const path of [`referrers/${digest}`, `manifests/${digest.replace(":", "-")}`]) {
+      try {
+        const bytes = await this.#retrying(signal, path, async () => {
+          using answer = await this.#get(path, { accept: MEDIA_TYPES.ociIndex }, signal);
+          return this.#readAll(answer.response, answer.guard, MAX_MANIFEST_BYTES, signal);
+        });
+        const parsed = parseManifest(this.reference, bytes, MEDIA_TYPES.ociIndex);
+        if ("index" in parsed) return parsed.index.manifests;
+      } catch (error) {
+        // A registry without the endpoint says so in one way or another.
+        if (!(error instanceof AenvError)) throw error;
+        if (error.code !== "image_not_found") failure ??= error;
+      }
+    }
+    if (failure !== undefined) throw failure;
+    return [];
   }
 
   async blob(

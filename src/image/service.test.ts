@@ -723,6 +723,78 @@ describe("resolve", () => {
     expect((await rejection(rig.service().resolve(await push(mixed)))).message).toContain("mixes");
   });
 
+  test("overlaybd images that are attached to an ordinary one are taken where the configuration says so", async () => {
+    const made = await rig
+      .service()
+      .resolve(await push(buildImage({ layers: layers([file("attached", "a")]) })));
+    const native = buildImage({
+      config: { Env: ["ATTACHED=yes"] },
+      layers: made.lowers.map(({ file: path, digest }) => ({
+        tar: readFileSync(path),
+        compression: "none" as const,
+        annotations: { "containerd.io/snapshot/overlaybd/blob-digest": digest! },
+      })),
+    });
+    const nativeReference = await push(native);
+    const manifestDigest = async (reference: string) => {
+      const at = `${registry.url}/v2/test/image/manifests/${reference.split(":").at(-1)}`;
+      const accept = "application/vnd.oci.image.manifest.v1+json";
+      const reply = await fetch(at, { headers: { accept } });
+      const bytes = new Uint8Array(await reply.arrayBuffer());
+      return { digest: sha256(bytes), size: bytes.length, mediaType: accept };
+    };
+    /** Attaches manifests by the tag schema, as registries without the referrers endpoint have it. */
+    const attach = async (
+      subject: string,
+      entries: readonly { reference: string; artifactType: string }[],
+    ): Promise<void> => {
+      const { digest } = await manifestDigest(subject);
+      const manifests = await Promise.all(
+        entries.map(async ({ reference, artifactType }) => ({
+          ...(await manifestDigest(reference)),
+          artifactType,
+        })),
+      );
+      const type = "application/vnd.oci.image.index.v1+json";
+      const reply = await fetch(`${registry.url}/v2/test/image/manifests/${digest.replace(":", "-")}`, {
+        method: "PUT",
+        headers: { "content-type": type },
+        body: JSON.stringify({ schemaVersion: 2, mediaType: type, manifests }),
+      });
+      expect(reply.status).toBe(201);
+    };
+    const plain = () => push(buildImage({ layers: layers([file(`plain ${tags}`)]) }));
+    const cacheDir = join(rig.directory, "cache-referrers");
+    const service = (prefix: string) =>
+      rig.service({ cacheDir, convertStandardOci: false, referrerPrefixes: ["nowhere/", prefix] });
+
+    for (const artifactType of [
+      "application/vnd.containerd.overlaybd.native.v1+json",
+      "application/vnd.azure.artifact.streaming.v1",
+    ]) {
+      const subject = await plain();
+      const other = { reference: await plain(), artifactType: "application/vnd.example.sbom" };
+      await attach(subject, [other, { reference: nativeReference, artifactType }]);
+      const image = await service(`${registry.host}/test/`).resolve(subject);
+      expect(image.config.env).toEqual({ ATTACHED: "yes" });
+      expect(image.lowers.map(({ digest }) => digest)).toEqual(made.lowers.map(({ digest }) => digest));
+      // Elsewhere nobody looks.
+      expect((await rejection(service("other.example/").resolve(subject))).code).toBe(
+        "image_invalid_reference",
+      );
+    }
+    // What is attached and is no overlaybd image, or is not there, leaves the image as it is.
+    const subject = await plain();
+    const wrong = {
+      reference: await plain(),
+      artifactType: "application/vnd.containerd.overlaybd.native.v1+json",
+    };
+    await attach(subject, [wrong]);
+    const converted = rig.service({ cacheDir, referrerPrefixes: [registry.host] });
+    expect((await converted.resolve(subject)).config.env).toEqual({});
+    expect((await converted.resolve(await plain())).config.env).toEqual({});
+  });
+
   test("search registries: the next is asked when one does not have the image", async () => {
     await using empty = await startRegistry();
     await pushImage(registry.url, "team/found", "v1", buildImage({ layers: layers([file("found")]) }));

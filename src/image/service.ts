@@ -57,6 +57,12 @@ const EMPTY_SOURCE: Pick<ImageSource, "blob"> = {
   },
 };
 
+/** Artifact types under which overlaybd images are attached to ordinary ones, the better first. */
+const NATIVE_ARTIFACTS = [
+  "application/vnd.containerd.overlaybd.native.v1+json",
+  "application/vnd.azure.artifact.streaming.v1",
+];
+
 const DEFAULT_GC: ImageGcPolicy = { highWatermark: 0.95, lowWatermark: 0.7, minAgeMs: 600_000 };
 
 /** Failures that belong to the source or login one caller used, or to its leaving; not to the image. */
@@ -194,7 +200,8 @@ class LocalImageService implements ImageService {
 
   async #resolveFrom(source: ImageSource, job: Job): Promise<ResolvedImage> {
     const { signal, progress, virtualSizeBytes } = job;
-    const found = await this.#platformManifest(source, await source.manifest(source.wanted, signal), signal);
+    const plain = await this.#platformManifest(source, await source.manifest(source.wanted, signal), signal);
+    const found = (await this.#nativeReferrer(source, plain, signal)) ?? plain;
     const cached = await this.#cached(source.reference, found.digest, job);
     if (cached !== undefined) return cached;
     const image = await this.#images.run(
@@ -204,6 +211,34 @@ class LocalImageService implements ImageService {
       isCallersReason,
     );
     return { ...image, reference: source.reference };
+  }
+
+  /** The image as overlaybd layers where somebody has attached them to it; whatever is wrong there is passed over. */
+  async #nativeReferrer(
+    source: ImageSource,
+    plain: PlatformManifest,
+    signal: AbortSignal,
+  ): Promise<PlatformManifest | undefined> {
+    const { referrerPrefixes = [] } = this.#options;
+    if (source.referrers === undefined) return undefined;
+    if (!referrerPrefixes.some((prefix) => source.reference.startsWith(prefix))) return undefined;
+    try {
+      if (classifyLayers(source.reference, plain.manifest) === "native") return undefined;
+      const entries = await source.referrers(plain.digest, signal);
+      for (const type of NATIVE_ARTIFACTS) {
+        for (const { digest } of entries.filter(({ artifactType }) => artifactType === type)) {
+          const fetched = await source.manifest(digest, signal);
+          const parsed = parseManifest(source.reference, fetched.bytes, fetched.contentType);
+          if (!("manifest" in parsed)) continue;
+          if (classifyLayers(source.reference, parsed.manifest) === "native")
+            return { manifest: parsed.manifest, digest: fetched.digest };
+        }
+      }
+    } catch (error) {
+      signal.throwIfAborted();
+      this.#deps.log.warn({ err: error, image: source.reference }, "referrers of the image not usable");
+    }
+    return undefined;
   }
 
   /** Follows indexes down to the manifest of the host's platform. */

@@ -1,4 +1,4 @@
-import type { Descriptor } from "./manifest.ts";
+import type { Descriptor, IndexEntry } from "./manifest.ts";
 
 /** Where an image comes from: a registry repository or a layout directory. */
 export interface ImageSource {
@@ -11,6 +11,11 @@ export interface ImageSource {
    * Errors: `image_not_found`, `image_unauthorized`, `image_registry_unreachable`, `image_digest_mismatch`.
    */
   manifest(wanted: string | undefined, signal: AbortSignal): Promise<FetchedManifest>;
+  /**
+   * What the source has to say about a manifest: artifacts whose subject it is (OCI distribution-spec 1.1,
+   * "Listing Referrers", and its tag schema where a registry lacks that). None where there is no such thing.
+   */
+  referrers?(digest: string, signal: AbortSignal): Promise<readonly IndexEntry[]>;
   /**
    * Puts a blob's bytes into a new file at `target`, verified against digest and size when it resolves.
    * Errors: `image_truncated`, `image_digest_mismatch`, `disk_full` and those of `manifest`.

@@ -71,6 +71,8 @@ export interface ImageServiceOptions {
   readonly searchRegistries: readonly string[];
   readonly allowedRegistries?: readonly string[];
   readonly allowLocalPaths: boolean;
+  /** Images whose completed reference begins with one of these are looked up for an overlaybd referrer. */
+  readonly referrerPrefixes?: readonly string[];
   /** Size of the virtual disk made for converted images. */
   readonly virtualSizeBytes: number;
   readonly convertStandardOci: boolean;
