@@ -1,5 +1,6 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
 import { mkdtemp, readFile, rm } from "node:fs/promises";
+import { createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { sha256 } from "../../tests/support/oci.ts";
@@ -153,6 +154,71 @@ describe("downloads", () => {
       controller.abort(new Error("stop")),
     );
     expect((await rejection(work)).message).toBe("stop");
+  });
+
+  test("a token that expires in mid-pull is renewed and the download goes on where it was", async () => {
+    let issued = 0;
+    await using tokens = faulty(() => Response.json({ token: `t${++issued}`, expires_in: 1 }));
+    const starts: number[] = [];
+    await using server = faulty((request) => {
+      const token = request.headers.get("authorization");
+      const start = rangeStart(request);
+      // The first token is good for the first half only.
+      const good = token === (start === 0 ? "Bearer t1" : "Bearer t2");
+      if (!good) {
+        const challenge = `Bearer realm="${tokens.url}/token",service="s"`;
+        return new Response("", { status: 401, headers: { "www-authenticate": challenge } });
+      }
+      starts.push(start);
+      if (start === 0) return brokenBody(CONTENT.subarray(0, 40_000), {});
+      return new Response(CONTENT.subarray(start), {
+        status: 206,
+        headers: { "content-range": `bytes ${start}-${CONTENT.length - 1}/${CONTENT.length}` },
+      });
+    });
+    expect((await download(server.host)).equals(CONTENT)).toBe(true);
+    expect(issued).toBe(2);
+    expect(starts[0]).toBe(0);
+    expect(starts.at(-1)).toBeGreaterThan(0);
+  });
+
+  test("proxies of the environment are used, and not for registries of this machine", async () => {
+    await using server = faulty(() => new Response(CONTENT));
+    const asked: string[] = [];
+    const proxy = createServer((socket) => {
+      socket.on("error", () => socket.destroy());
+      socket.once("data", (data) => {
+        asked.push(data.toString());
+        socket.end("HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n");
+      });
+    });
+    await new Promise<void>((resolve) => proxy.listen(0, "127.0.0.1", resolve));
+    const names = ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"] as const;
+    const before = names.map((name) => process.env[name]);
+    try {
+      for (const name of names) delete process.env[name];
+      const { port } = proxy.address() as { port: number };
+      process.env.HTTP_PROXY = process.env.HTTPS_PROXY = `http://me:secret@127.0.0.1:${port}`;
+      expect((await download(server.host)).equals(CONTENT)).toBe(true);
+      expect(asked).toEqual([]);
+      const error = await rejection(download("registry.example.invalid"));
+      expect(error).toMatchObject({ code: "image_registry_unreachable" });
+      expect(asked).toHaveLength(3);
+      expect(asked[0]).toStartWith("CONNECT registry.example.invalid:443 HTTP/1.1\r\n");
+      expect(asked[0]).toContain(`Proxy-Authorization: Basic ${btoa("me:secret")}`);
+      expect(error.message).not.toContain("secret");
+      delete process.env.no_proxy;
+      process.env.NO_PROXY = "example.invalid";
+      expect((await download(server.host)).equals(CONTENT)).toBe(true);
+      await rejection(download("registry.example.invalid"));
+      expect(asked).toHaveLength(3);
+    } finally {
+      for (const [i, name] of names.entries()) {
+        if (before[i] === undefined) delete process.env[name];
+        else process.env[name] = before[i];
+      }
+      await new Promise((resolve) => proxy.close(resolve));
+    }
   });
 
   test("redirects are followed without the registry's credentials", async () => {

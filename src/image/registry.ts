@@ -74,6 +74,17 @@ export function hostLocality(registry: string): Locality {
   return host.includes(".") ? "public" : "private";
 }
 
+/** Registries of this machine are not behind the environment's proxy, whatever NO_PROXY says or leaves out. */
+function bypassProxy(hostname: string): void {
+  const names = [hostname, hostname.replace(/^\[|\]$/g, "")];
+  // One of the two hides the other: both get all names.
+  const { NO_PROXY = "", no_proxy = "" } = process.env;
+  const present = `${NO_PROXY},${no_proxy}`.split(",").filter((name) => name !== "");
+  const wanted = [...new Set([...present, ...names])].join(",");
+  if (NO_PROXY !== wanted) process.env.NO_PROXY = wanted;
+  if (no_proxy !== wanted) process.env.no_proxy = wanted;
+}
+
 function baseUrls(registry: string): string[] {
   const host = registry === "docker.io" ? "registry-1.docker.io" : registry;
   const locality = hostLocality(registry);
@@ -425,6 +436,7 @@ class RegistrySource implements ImageSource {
 
   async #fetch(url: URL, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {
     const guard = new IdleGuard(signal, this.#retry.idleTimeoutMs);
+    if (hostLocality(url.host) === "loopback") bypassProxy(url.hostname);
     try {
       const response = await fetch(url, {
         headers: { ...headers, "user-agent": CLIENT_ID, "accept-encoding": "identity" },
