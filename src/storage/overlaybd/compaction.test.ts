@@ -111,7 +111,8 @@ describe("an upper that rewrites the same blocks", () => {
       const { upperMappings, upperIndexBytes, upperDataBytes, compactionDue } = stack.stats();
       expect(compactionDue).toBe(false);
       expect(upperDataBytes).toBeLessThanOrEqual(2 * live + SEGMENT);
-      expect(statSync(upper.index).size).toBe(upperIndexBytes);
+      // Reserved entries are behind it.
+      expect(statSync(upper.index).size).toBeLessThanOrEqual(2 * upperIndexBytes);
       expect(upperIndexBytes).toBeLessThanOrEqual(BLOCK_BYTES + (2 * upperMappings + 16384) * MAPPING_BYTES);
       expect(readdirSync(scratch.path).sort()).toEqual(["up.data", "up.index"]);
       stack.flush();

@@ -171,8 +171,43 @@ describe("what survives", () => {
       expectEqualBytes(readAll(stack), states[Math.max(0, kept - 1)]!, `index cut at ${at}`);
       // What is written next must come after the whole mappings that were kept.
       stack.write(0, fillPattern(new Uint8Array(512), 99));
-      expect(statSync(cut.index).size).toBe(BLOCK_BYTES + (Math.max(1, kept) + 1) * MAPPING_BYTES);
+      expect(stack.stats().upperIndexBytes).toBe(BLOCK_BYTES + (Math.max(1, kept) + 1) * MAPPING_BYTES);
     }
+  });
+
+  test("the index file has room for entries to come, which are none: after a kill, and after the upper is closed", () => {
+    using scratch = scratchDirectory("room");
+    const SIZE = 64 * 1024;
+    const upper = { data: `${scratch.path}/up.data`, index: `${scratch.path}/up.index` };
+    const killed = { data: `${scratch.path}/killed.data`, index: `${scratch.path}/killed.index` };
+    const sizes = new Set<number>();
+    const data = fillPattern(new Uint8Array(512), 1);
+    let before: Uint8Array;
+    {
+      using stack = openStack({ lowers: [], upper, virtualSizeBytes: SIZE });
+      for (let i = 0; i < 300; i++) {
+        stack.write(((i * 37) % 128) * 512, data);
+        stack.flush();
+        sizes.add(statSync(upper.index).size);
+      }
+      // Hardly a flush makes the file longer.
+      expect(sizes.size).toBeLessThan(6);
+      copyFileSync(upper.data, killed.data);
+      copyFileSync(upper.index, killed.index);
+      before = readAll(stack);
+    }
+    // The flushes' records and those of session and close are entries, too.
+    expect(statSync(upper.index).size).toBe(BLOCK_BYTES + (300 + 300 + 2) * MAPPING_BYTES);
+    for (const pair of [upper, killed]) {
+      using again = openStack({ lowers: [], upper: pair });
+      expectEqualBytes(readAll(again), before, pair.data);
+      again.write(0, fillPattern(new Uint8Array(512), 2));
+      again.flush();
+    }
+    const committed = commitUpper(killed, `${scratch.path}/committed`, {});
+    using last = openStack({ lowers: [committed] });
+    before.set(fillPattern(new Uint8Array(512), 2));
+    expectEqualBytes(readAll(last), before, "committed");
   });
 
   test("data lost behind the last flush drops exactly the mappings that need it, with a warning", () => {

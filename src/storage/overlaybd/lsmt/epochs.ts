@@ -18,6 +18,10 @@ import { BLOCK_BYTES, MAPPING_BYTES } from "./format.ts";
  * - close: a commit after which no session is open. What follows without a session was appended by another
  *   tool, which has no epochs, and is taken as it is.
  *
+ * Behind the entries the file holds reserved ones, also padding to every reader, which later ones replace: so a flush
+ * writes into blocks that are there and needs no commit of the file system's journal. They are cut off when the
+ * upper is closed; after a crash those at the end are no entries.
+ *
  * Opened under the same boot, the page cache was never lost and every entry counts. Under another boot the
  * entries behind the last commit are dropped: that is the disk as of the last flush. Only index files whose
  * header is marked are judged so; the mark (8 bytes in the unused part of the header block, which readers
@@ -28,6 +32,8 @@ const MARK_OFFSET = 400;
 
 export const RECORD = { session: 0xa1, commit: 0xa2, close: 0xa3 } as const;
 export type RecordKind = keyof typeof RECORD;
+/** In the place of a record's kind: an entry that is not one yet. */
+const RESERVED = 0xa0;
 
 /** Entries that may be appended between the start of a flush and its record. */
 export const MAX_UNCOVERED = 2 ** 23 - 1;
@@ -71,6 +77,35 @@ export function encodeCommit(
 ): void {
   if (uncovered > MAX_UNCOVERED) throw new RangeError(`${uncovered} entries appended during one flush`);
   encodeRecord(words, at, kind, crc, uncovered);
+}
+
+/** Fills `words` with reserved entries. */
+export function encodeReserved(words: Uint32Array): void {
+  for (let at = 0; at < words.length; at += 4) {
+    words[at] = 0xffff_ffff;
+    words[at + 1] = 0x3_ffff;
+    words[at + 2] = 0;
+    words[at + 3] = (RESERVED << 24) >>> 0;
+  }
+}
+
+/** Nothing was written there, as far as the disk knows: zeros, or reserved. No mapping points to sector 0. */
+function isBlankEntry(words: Uint32Array, at: number): boolean {
+  if (words[at + 2] !== 0) return false;
+  return words[at + 3] === (RESERVED << 24) >>> 0 || (words[at]! | words[at + 1]! | words[at + 3]!) === 0;
+}
+
+/** Entries up to the last that was written, of the `total` that a marked index file has room for. */
+export function countWritten(total: number, read: ReadEntries): number {
+  const bytes = new Uint8Array(new ArrayBuffer(Math.max(1, Math.min(total, BATCH)) * MAPPING_BYTES));
+  const words = new Uint32Array(bytes.buffer);
+  for (let end = total; end > 0; ) {
+    const count = Math.min(end, BATCH);
+    read(end - count, count, bytes);
+    for (let i = count - 1; i >= 0; i--) if (!isBlankEntry(words, 4 * i)) return end - count + i + 1;
+    end -= count;
+  }
+  return 0;
 }
 
 /** Kind of the record at `at`, 0 for mappings and padding. */
@@ -130,7 +165,7 @@ export function judgeIndex(file: string, total: number, boot: BootHash, read: Re
       const at = done + i;
       if (kind === 0) {
         // A sector of the file that was never written back, perhaps with the session record in it.
-        if (plain && (words[word]! | words[word + 1]! | words[word + 2]! | words[word + 3]!) === 0) {
+        if (plain && isBlankEntry(words, word)) {
           stop = at;
           break scan;
         }

@@ -3,11 +3,14 @@ import { type Disk, type DiskFile, readBytes, replaceFile } from "../disk.ts";
 import {
   type BootHash,
   bootHash,
+  countWritten,
   encodeCommit,
+  encodeReserved,
   encodeSession,
   judgeIndex,
   MAX_UNCOVERED,
   markIndexHeader,
+  type ReadEntries,
 } from "./epochs.ts";
 import type { FlatIndex } from "./flat-index.ts";
 import {
@@ -47,6 +50,10 @@ export function writeIndexFile(disk: Disk, file: string, dataHeader: LsmtBlock, 
   disk.syncDirectoriesOf(file);
 }
 
+/** Reserved entries come in blocks of the file system, and not more than 1 MiB at once. */
+const RESERVE_UNIT = 256;
+const MOST_RESERVED = 1 << 16;
+
 /** A state of the log that a flush makes durable. */
 export interface Epoch {
   /** Entries it covers. */
@@ -67,6 +74,8 @@ export class IndexLog {
   #sessionOpen: boolean;
   readonly #entry = new Uint8Array(new ArrayBuffer(2 * MAPPING_BYTES));
   readonly #words = new Uint32Array(this.#entry.buffer);
+  /** Entries the file has room for; from `#entries` on they are reserved ones. */
+  #room: number;
 
   private constructor(
     file: DiskFile,
@@ -76,6 +85,7 @@ export class IndexLog {
     this.#file = file;
     this.#boot = boot;
     this.#entries = state.entries;
+    this.#room = state.entries;
     this.#committed = state.committed;
     this.#crc = state.crc;
     this.#sessionOpen = state.sessionOpen;
@@ -92,17 +102,19 @@ export class IndexLog {
   ): { log: IndexLog; dropped: number } {
     const boot = bootHash(disk.bootId());
     const size = file.size();
-    const total = Math.max(0, Math.floor((size - BLOCK_BYTES) / MAPPING_BYTES));
+    const room = Math.max(0, Math.floor((size - BLOCK_BYTES) / MAPPING_BYTES));
     if (!options.marked) {
-      const state = { entries: total, committed: total, crc: 0, sessionOpen: false };
+      const state = { entries: room, committed: room, crc: 0, sessionOpen: false };
       return { log: new IndexLog(file, boot, state), dropped: 0 };
     }
-    const verdict = judgeIndex(file.name, total, boot, (from, count, bytes) => {
+    const read: ReadEntries = (from, count, bytes) => {
       const length = count * MAPPING_BYTES;
       if (file.read(BLOCK_BYTES + from * MAPPING_BYTES, bytes, 0, length) !== length) {
         throw new Error(`${file.name}: the index file became shorter while it was read`);
       }
-    });
+    };
+    const total = countWritten(room, read);
+    const verdict = judgeIndex(file.name, total, boot, read);
     const { kept, committed, crc, sessionOpen, moveCommit } = verdict;
     const log = new IndexLog(file, boot, { entries: kept, committed, crc, sessionOpen });
     if (!options.readOnly) {
@@ -142,9 +154,21 @@ export class IndexLog {
 
   #append(entries: number): void {
     const length = entries * MAPPING_BYTES;
-    this.#file.write(this.endBytes, this.#entry, 0, length);
+    if (this.#entries + entries > this.#room) this.#extend(length);
+    else this.#file.write(this.endBytes, this.#entry, 0, length);
     this.#entries += entries;
     this.#crc = crc32cRaw(this.#crc, entries === 2 ? this.#entry : this.#entry.subarray(0, length));
+  }
+
+  /** Writes the entry with reserved ones behind it: as many as there are already, within bounds. */
+  #extend(length: number): void {
+    const units = Math.ceil(Math.min(this.#entries, MOST_RESERVED) / RESERVE_UNIT);
+    const room = Math.ceil((this.#entries + 2) / RESERVE_UNIT + units) * RESERVE_UNIT;
+    const bytes = new Uint8Array(new ArrayBuffer((room - this.#entries) * MAPPING_BYTES));
+    encodeReserved(new Uint32Array(bytes.buffer));
+    bytes.set(this.#entry.subarray(0, length));
+    this.#file.write(this.endBytes, bytes, 0, bytes.byteLength);
+    this.#room = room;
   }
 
   /** All in sectors. */
@@ -199,6 +223,13 @@ export class IndexLog {
     this.#crc = 0;
   }
 
+  /** Cuts reserved entries off: nothing is appended any more. */
+  trim(): void {
+    if (this.#room === this.#entries) return;
+    this.#file.truncate(this.endBytes);
+    this.#room = this.#entries;
+  }
+
   /** The mappings among entries [from, from + count), without the records: their bytes and how many they are. */
   mappings(from: number, count: number): { bytes: Uint8Array; count: number } {
     const bytes = readBytes(this.#file, BLOCK_BYTES + from * MAPPING_BYTES, count * MAPPING_BYTES);
@@ -216,6 +247,7 @@ export class IndexLog {
     this.#file.truncate(BLOCK_BYTES + entries * MAPPING_BYTES);
     this.#file.sync();
     this.#entries = entries;
+    this.#room = entries;
     this.#committed = Math.min(this.#committed, entries);
     this.#crc = 0;
     if (!this.#sessionOpen) return;
@@ -231,6 +263,7 @@ export class IndexLog {
   moveTo(file: DiskFile, entries: number): void {
     this.#file = file;
     this.#entries = entries;
+    this.#room = entries;
     this.#committed = entries;
     this.#crc = 0;
     this.#sessionOpen = false;

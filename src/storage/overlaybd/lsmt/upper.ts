@@ -868,6 +868,7 @@ export class Upper implements Disposable {
       if (clean && !this.#readOnly && !this.#dataHandedOver && this.#log?.uncommitted === false) {
         this.#log.closeSession();
       }
+      if (!this.#readOnly && !this.#dataHandedOver) this.#log?.trim();
     } finally {
       this.#log?.file.close();
       if (!this.#dataHandedOver) this.#data.close();

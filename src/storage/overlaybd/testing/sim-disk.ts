@@ -182,9 +182,8 @@ export class SimDisk implements Disk {
     return true;
   }
 
-  /** What a killed process leaves of a write: whole pages of the cache; of less than sectors, any part. */
+  /** What a killed process leaves of a write: whole pages of the cache, which the kernel fills in one go each. */
   #beginning(offset: number, length: number): number {
-    if (offset % SECTOR !== 0 || length % SECTOR !== 0) return this.#random(length + 1);
     const end = offset + this.#random(length + 1);
     return this.#random(3) === 0 ? length : Math.max(0, end - (end % BLOCK) - offset);
   }
