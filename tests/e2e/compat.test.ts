@@ -2,6 +2,7 @@ import { afterAll, beforeAll, describe, expect, test } from "bun:test";
 import { existsSync } from "node:fs";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { join, resolve } from "node:path";
+import { Sandbox as CodeSandbox } from "@e2b/code-interpreter";
 import {
   CommandExitError,
   FileNotFoundError,
@@ -598,6 +599,37 @@ describe("git", () => {
     const branches = await box.git.branches("/tmp/repo");
     expect(branches.branches.toSorted()).toEqual(["main", "next"]);
     expect((await box.git.status("/tmp/repo")).isClean).toBe(true);
+  });
+});
+
+describe("code interpreter", () => {
+  const group = "Code interpreter";
+
+  feature(group, "its client: commands and files; runCode reaches port 49999", async () => {
+    const made = await CodeSandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 });
+    await made.files.write("/tmp/by-interpreter", "file");
+    expect((await made.commands.run("cat /tmp/by-interpreter")).stdout).toBe("file");
+    // Stands in for the service of the image, which is tried with the template of its own.
+    await made.files.write(
+      "/tmp/service.py",
+      String.raw`import json, socket
+s = socket.create_server(("", 49999))
+while True:
+    c, _ = s.accept()
+    got = c.recv(9999)
+    while got.startswith(b"POST") and b"1 + 1" not in got:
+        got += c.recv(9999)
+    said = [{"type": "stdout", "text": "said it", "timestamp": 0}, {"type": "result", "is_main_result": True, "text": "2"}]
+    body = "".join(json.dumps(line) + "\n" for line in said).encode()
+    c.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    c.close()
+`,
+    );
+    await made.commands.run("nohup python3 /tmp/service.py >/dev/null 2>&1 &");
+    await until("service", async () => (await ask(made.sandboxId, 49_999)).status === 200);
+    const run = await made.runCode("1 + 1");
+    expect([run.logs.stdout, run.text]).toEqual([["said it"], "2"]);
+    await made.kill();
   });
 });
 
