@@ -28,7 +28,7 @@ import { createPosixRepository } from "./snapshot/index.ts";
 import { chooseExport, probeUblk, startBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
 import { commit, version } from "./version.ts";
-import { createQemuDriver } from "./vmm/index.ts";
+import { createFirecrackerDriver, createQemuDriver } from "./vmm/index.ts";
 
 const HELP = `Runs the server: the E2B-compatible API, the proxy into sandboxes, and their lifecycle.
 
@@ -83,17 +83,27 @@ async function startNode(config: NodeConfig, log: Logger) {
   const apiKey = loadApiKey({ homePath: home, env: process.env, generate: true });
   if (apiKey === undefined) throw new Error("a key is generated when there is none");
   if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
-  const vmm = createQemuDriver({
-    binary: runtime.qemu.binary,
-    dataDirs: runtime.qemu.dataDirs,
-    ...(runtime.qemu.moduleDir === undefined ? {} : { moduleDir: runtime.qemu.moduleDir }),
-    ...(runtime.qemu.libraryPath === undefined ? {} : { libraryPath: runtime.qemu.libraryPath }),
-    mode: config.virtualizationMode,
-    kernelPath: runtime.kernelPath,
-    kernelVersion: runtime.kernelVersion,
-    probeCacheDir: join(home, "cache"),
-    log: log.child({ room: "vmm" }),
-  });
+  const guestKernel = { kernelPath: runtime.kernelPath, kernelVersion: runtime.kernelVersion };
+  const vmmLog = log.child({ room: "vmm" });
+  const vmm =
+    config.vmm === "firecracker"
+      ? createFirecrackerDriver({
+          binary: config.firecracker.binaryPath ?? "/usr/bin/firecracker",
+          ...guestKernel,
+          log: vmmLog,
+        })
+      : createQemuDriver({
+          binary: runtime.qemu.binary,
+          dataDirs: runtime.qemu.dataDirs,
+          ...(runtime.qemu.moduleDir === undefined ? {} : { moduleDir: runtime.qemu.moduleDir }),
+          ...(runtime.qemu.libraryPath === undefined ? {} : { libraryPath: runtime.qemu.libraryPath }),
+          mode: config.virtualizationMode,
+          ...guestKernel,
+          probeCacheDir: join(home, "cache"),
+          log: vmmLog,
+        });
+  // Nothing half-starts: without these no sandbox could ever run.
+  if (config.vmm === "firecracker") await vmm.probe();
 
   const diskExport = chooseExport(config.ublk.export, () => probeUblk(selfCommand("blockd")));
   diskExport.then(

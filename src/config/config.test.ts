@@ -109,6 +109,7 @@ describe("sources", () => {
       AENV_OBSERVABILITY_REPORT_INTERVAL_SECS: { text: "7", value: 7 },
       AENV_OBSERVABILITY_SCHEDULER_ENDPOINT: { text: "http://s:1/", value: "http://s:1" },
       AENV_CUSTOM_EXTENSION_URL: { text: "http://e:1", value: "http://e:1" },
+      AENV_VMM: { text: "Firecracker", value: "firecracker" },
       AENV_DISK_EXPORT: { text: "nbd", value: "nbd" },
       AENV_UBLK_DAEMON_METRICS_LISTEN_ADDR: { text: "", value: "" },
       AGENTENV_MEMORY_SNAPSHOT_TRACK_DIRTY_PAGES: { text: "false", value: false },

@@ -1,7 +1,9 @@
 export { configMain } from "./command.ts";
 export type { NodeIdentity } from "./identity.ts";
 export {
+  describeKeys,
   type Environment,
+  type KeyDescription,
   type LoadConfigOptions,
   loadConfig,
   loadServerConfig,

@@ -1,6 +1,6 @@
 import { readFileSync } from "node:fs";
 import { dirname, resolve } from "node:path";
-import { parse as parseToml, TomlError } from "smol-toml";
+import { parse as parseToml, stringify as stringifyToml, TomlError } from "smol-toml";
 import type { z } from "zod";
 import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
@@ -285,6 +285,31 @@ export function explainConfig(options: LoadConfigOptions): {
     };
   });
   return { keys, source: file, warnings };
+}
+
+/** What is known of a key without any file: for documentation. Values are written as in TOML. */
+export interface KeyDescription {
+  readonly name: string;
+  readonly env: string | undefined;
+  /** Undefined: unset. */
+  readonly builtIn: string | undefined;
+  readonly shipped: string | undefined;
+  readonly noEffect: boolean;
+}
+
+/** Every key in the order of the schema. */
+export function describeKeys(): KeyDescription[] {
+  const builtIn = configSchema.parse({});
+  const shipped = shippedValues();
+  const written = (value: unknown) =>
+    value === undefined ? undefined : stringifyToml({ k: value }).trim().replace(/^k = /, "");
+  return CONFIG_KEYS.map(({ name, parts, meta }) => ({
+    name,
+    env: meta.env,
+    builtIn: written(getAt(builtIn, parts)),
+    shipped: written(getAt(shipped, parts)),
+    noEffect: hasNoEffect(name),
+  }));
 }
 
 /** For logs and `--print-config`-like output: secrets are replaced. */

@@ -189,6 +189,7 @@ export const configSchema = z.object({
   virtualization_mode: key(word(["auto", "kvm", "pvm", "tcg"]).default("auto"), {
     env: "AENV_VIRTUALIZATION_MODE",
   }),
+  vmm: key(word(["qemu", "firecracker"]).default("qemu"), { env: "AENV_VMM" }),
   server: table({ listen: key(listenAddress().default("0.0.0.0:8000"), { env: "API_ADDR" }) }),
   firecracker: table({
     version: optionalText(),

@@ -30,7 +30,6 @@ const SWITCHES: readonly {
 const WITHOUT_EFFECT: readonly string[] = [
   "firecracker.version",
   "firecracker.url",
-  "firecracker.binary_path",
   "firecracker.boot_args",
   "firecracker.socket_timeout_secs",
   "firecracker.socket_poll_ms",

@@ -62,6 +62,8 @@ export interface VmLaunchSpec {
   readonly memoryFile: string;
   /** Guest console is appended here. */
   readonly consoleLogPath: string;
+  /** What the guest reads from the metadata service, where the VMM has one. JSON. */
+  readonly metadata?: Readonly<Record<string, unknown>>;
 }
 
 export interface VmRestoreSpec extends VmLaunchSpec {
@@ -84,6 +86,8 @@ export interface VmReference {
   readonly controlSocketPath: string;
   readonly workDir: string;
   readonly memoryFile: string;
+  /** The memory is no mapping of the file but anonymous: a first boot where the VMM cannot map one. */
+  readonly anonymousMemory?: true;
 }
 
 export interface VmHandle extends AsyncDisposable {

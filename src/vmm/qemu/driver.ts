@@ -72,7 +72,7 @@ export async function killVm(reference: VmReference, graceMs = 2000): Promise<vo
 }
 
 /** SIGTERM, after the grace SIGKILL, until it is gone. */
-async function endProcess(vmm: VmmProcess, exited: Promise<unknown>, graceMs: number): Promise<void> {
+export async function endProcess(vmm: VmmProcess, exited: Promise<unknown>, graceMs: number): Promise<void> {
   if (graceMs > 0) {
     const deadline = performance.now() + graceMs;
     vmm.signal("SIGTERM");
@@ -86,7 +86,7 @@ async function endProcess(vmm: VmmProcess, exited: Promise<unknown>, graceMs: nu
 }
 
 /** A promise made at first use; one that failed is made anew next time. */
-function once<T>(make: () => Promise<T>): () => Promise<T> {
+export function once<T>(make: () => Promise<T>): () => Promise<T> {
   let made: Promise<T> | undefined;
   return () => {
     made ??= make().catch((error: unknown) => {
@@ -386,7 +386,7 @@ function removeControlSocket(path: string): void {
 }
 
 /** Vendor, family, model, stepping: what a guest on `-cpu host` may not see changed. */
-function hostCpu(): string {
+export function hostCpu(): string {
   const text = readFileSync("/proc/cpuinfo", "utf8");
   const field = (name: string): string =>
     new RegExp(`^${name}\\s*:\\s*(.*)$`, "m").exec(text)?.[1]?.trim() ?? "unknown";
@@ -394,7 +394,7 @@ function hostCpu(): string {
 }
 
 /** Whether a promise settled within the time. */
-async function settled(promise: Promise<unknown>, timeoutMs: number): Promise<boolean> {
+export async function settled(promise: Promise<unknown>, timeoutMs: number): Promise<boolean> {
   let timer: ReturnType<typeof setTimeout> | undefined;
   const late = new Promise<false>((resolve) => {
     timer = setTimeout(() => resolve(false), timeoutMs);

@@ -85,6 +85,10 @@ export interface SpawnOptions {
   readonly stderrPath: string;
   /** Becomes descriptor 3 of the process. */
   readonly extraFd?: number;
+  /** Standard output is appended here. Absent: nowhere. */
+  readonly stdoutPath?: string;
+  /** A directory that the process alone sees under another name, in a mount namespace of its own. */
+  readonly bind?: { readonly from: string; readonly at: string };
 }
 
 /**
@@ -106,14 +110,25 @@ const PRELUDE = [
   'exec "$@"',
 ].join("; ");
 
+const BIND = 'mount --bind "$1" "$2" || exit 1; shift 2; exec "$@"';
+
 /** Starts a VMM in a network namespace, in its own session. The process may end at any time after it. */
 export function spawnVmm(options: SpawnOptions): VmmProcess {
+  const { bind } = options;
+  const apart =
+    bind === undefined
+      ? []
+      : [
+          ...["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", BIND, "sh"],
+          ...[bind.from, bind.at],
+        ];
   const command = [
-    ...["nsenter", `--net=${options.netnsPath}`, "--", "/bin/sh", "-c", PRELUDE, "sh"],
+    ...["nsenter", `--net=${options.netnsPath}`, "--", ...apart, "/bin/sh", "-c", PRELUDE, "sh"],
     options.tapName,
     ...options.argv,
   ];
   const stderr = openSync(options.stderrPath, "a", 0o600);
+  const stdout = options.stdoutPath === undefined ? undefined : openSync(options.stdoutPath, "a", 0o600);
   let child: Bun.Subprocess;
   try {
     child = Bun.spawn(command, {
@@ -122,8 +137,8 @@ export function spawnVmm(options: SpawnOptions): VmmProcess {
       detached: true,
       stdio:
         options.extraFd === undefined
-          ? ["ignore", "ignore", stderr]
-          : ["ignore", "ignore", stderr, options.extraFd],
+          ? ["ignore", stdout ?? "ignore", stderr]
+          : ["ignore", stdout ?? "ignore", stderr, options.extraFd],
     });
   } catch (cause) {
     throw new AenvError({
@@ -134,6 +149,7 @@ export function spawnVmm(options: SpawnOptions): VmmProcess {
     });
   } finally {
     closeSync(stderr);
+    if (stdout !== undefined) closeSync(stdout);
   }
   // A VM must not keep the server from exiting, nor end with it.
   child.unref();

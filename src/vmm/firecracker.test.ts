@@ -1,0 +1,246 @@
+import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
+import {
+  chmodSync,
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readFileSync,
+  rmSync,
+  truncateSync,
+  writeFileSync,
+} from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import pino from "pino";
+import { runCommand, tryCommand } from "../lib/command.ts";
+import { bootRequests, kernelCommandLine } from "./firecracker/config.ts";
+import { parseFirecrackerVersion } from "./firecracker/version.ts";
+import {
+  createFirecrackerDriver,
+  identityMismatch,
+  type VmHandle,
+  type VmLaunchSpec,
+  type VmReference,
+} from "./index.ts";
+
+/*
+ * The driver against a process that speaks Firecracker's API (firecracker/testing). With a real Firecracker and a
+ * guest it is tested in the rig, tests/rig/sandbox.test.ts.
+ */
+
+setDefaultTimeout(30_000);
+
+const root = mkdtempSync(join(tmpdir(), "aenv-fc-test-"));
+const namespace = `aenv-fc-${process.pid}`;
+const log = pino({ level: "silent" });
+const MiB = 2 ** 20;
+
+beforeAll(async () => {
+  await runCommand(["ip", "netns", "add", namespace]);
+  await runCommand(["ip", "-n", namespace, "tuntap", "add", "tap0", "mode", "tap"]);
+});
+afterAll(async () => {
+  await tryCommand(["ip", "netns", "del", namespace], {});
+  rmSync(root, { recursive: true, force: true });
+});
+
+function fakeBinary(version: string): string {
+  const path = join(root, `firecracker-${version}`);
+  const script = join(import.meta.dir, "firecracker/testing/fake-firecracker.ts");
+  writeFileSync(path, `#!/bin/sh\nFAKE_VERSION=${version} exec '${process.execPath}' '${script}' "$@"\n`);
+  chmodSync(path, 0o755);
+  return path;
+}
+
+function driverFor(version = "1.13.1") {
+  const kernelPath = join(root, "vmlinux");
+  writeFileSync(kernelPath, "kernel");
+  return createFirecrackerDriver({ binary: fakeBinary(version), kernelPath, kernelVersion: "6.12.0", log });
+}
+
+function specFor(name: string, changes: Partial<VmLaunchSpec> = {}): VmLaunchSpec {
+  const workDir = join(root, name);
+  mkdirSync(workDir, { recursive: true });
+  const file = (leaf: string, bytes = 0) => {
+    const path = join(workDir, leaf);
+    writeFileSync(path, "");
+    truncateSync(path, bytes);
+    return path;
+  };
+  return {
+    vmId: name,
+    workDir,
+    shape: { vcpuCount: 1, memoryMiB: 128 },
+    kernelPath: join(root, "vmlinux"),
+    initrdPath: file("initrd"),
+    kernelArgs: ["quiet"],
+    drives: [
+      {
+        driveId: "rootfs",
+        readOnly: false,
+        backend: { kind: "block", devicePath: file(`disk-${name}`, MiB) },
+      },
+    ],
+    network: { netnsPath: `/run/netns/${namespace}`, tapName: "tap0", macAddress: "02:00:00:00:00:01" },
+    memoryFile: file("memory", 128 * MiB),
+    consoleLogPath: file("console.log"),
+    ...changes,
+  };
+}
+
+interface Seen {
+  readonly method: string;
+  readonly path: string;
+  readonly body: Record<string, unknown>;
+  readonly target?: string;
+}
+
+function requests(spec: VmLaunchSpec): Seen[] {
+  const text = readFileSync(join(spec.workDir, "fake.requests"), "utf8");
+  return text
+    .trim()
+    .split("\n")
+    .map((line) => JSON.parse(line));
+}
+
+const lives = (vm: VmHandle) => existsSync(`/proc/${vm.reference.pid}`);
+
+describe("versions", () => {
+  const printed = (version: string) => `Firecracker v${version}\n\n2026-01-01 [main] exiting\n`;
+  test("current ones are taken", () => {
+    for (const version of ["1.12.1", "1.13.0", "1.17.0", "1.17.0-dev", "2.0.0"])
+      expect(parseFirecrackerVersion(printed(version), "fc").text).toBe(version);
+  });
+  test("old and known-bad ones are refused by name", () => {
+    expect(() => parseFirecrackerVersion(printed("1.11.0"), "fc")).toThrow(
+      "Firecracker 1.11.0 (fc) is not used: it is older than 1.12",
+    );
+    const bad = { "1.14.0": "it loses interrupts" };
+    expect(() => parseFirecrackerVersion(printed("1.14.0"), "fc", bad)).toThrow("it loses interrupts");
+    expect(() => parseFirecrackerVersion("hello", "fc")).toThrow("does not say which Firecracker it is");
+  });
+});
+
+test("a disk over NBD is refused before anything is started", async () => {
+  const spec = specFor("nbd", {
+    drives: [
+      { driveId: "rootfs", readOnly: false, backend: { kind: "nbd", socketPath: "/s", exportName: "e" } },
+    ],
+  });
+  await expect(driverFor().launch(spec)).rejects.toMatchObject({ code: "drive_unsupported", status: 400 });
+  expect(existsSync(join(spec.workDir, "fake.requests"))).toBe(false);
+});
+
+test("the kernel command line takes the caller's word over ours, and has an end", () => {
+  expect(kernelCommandLine(["panic=-1", "x"])).toMatch(/^console=ttyS0 reboot=k i8042\S+ .* panic=-1 x$/);
+  expect(() => kernelCommandLine(["y".repeat(2048)])).toThrow("at most 2047");
+});
+
+test("free page reporting is asked for where the version has it", () => {
+  const balloon = (version: string) =>
+    bootRequests(specFor("reporting"), parseFirecrackerVersion(`Firecracker v${version}`, "fc")).find(
+      ({ path }) => path === "/balloon",
+    )?.body;
+  expect(balloon("1.14.0")).toMatchObject({ free_page_reporting: true });
+  expect(balloon("1.13.1")).not.toHaveProperty("free_page_reporting");
+});
+
+describe("a VM", () => {
+  test("boots with its configuration in the order upstream asks for", async () => {
+    const spec = specFor("boot", { metadata: { instanceID: "i-1" } });
+    await using vm = await driverFor("1.14.1").launch(spec);
+    const seen = requests(spec);
+    expect(seen.map(({ method, path }) => `${method} ${path}`)).toEqual([
+      "PUT /machine-config",
+      "PUT /boot-source",
+      "PUT /drives/rootfs",
+      "PUT /network-interfaces/eth0",
+      "PUT /mmds/config",
+      "PUT /mmds",
+      "PUT /entropy",
+      "PUT /balloon",
+      "PUT /actions",
+    ]);
+    expect(seen[2]).toMatchObject({
+      body: { path_on_host: "/run/agentenv-vm/drive-rootfs", cache_type: "Writeback", is_root_device: false },
+      target: join(spec.workDir, "disk-boot"),
+    });
+    expect(seen[4]?.body).toMatchObject({ version: "V2", network_interfaces: ["eth0"] });
+    expect(vm.reference).toMatchObject({ vmId: "boot", anonymousMemory: true });
+    expect(readFileSync(spec.consoleLogPath, "utf8")).toContain("guest boots");
+    await vm.kill();
+    expect(lives(vm)).toBe(false);
+    expect(existsSync(vm.reference.controlSocketPath)).toBe(false);
+  });
+
+  test("saves its state only while it is paused, and leaves no pages behind", async () => {
+    const spec = specFor("save");
+    await using vm = await driverFor().launch(spec);
+    const path = join(root, "save.state");
+    await expect(vm.saveDeviceState(path)).rejects.toMatchObject({ code: "vm_not_paused" });
+    await vm.pause();
+    await vm.saveDeviceState(path);
+    expect(existsSync(path)).toBe(true);
+    for (const rest of [`${path}.tmp`, `${path}.pages`]) expect(existsSync(rest)).toBe(false);
+    await vm.resume();
+    expect(requests(spec).at(-1)).toMatchObject({ method: "PATCH", path: "/vm", body: { state: "Resumed" } });
+  });
+
+  test("is restored twice at once, each with disks, memory and metadata of its own", async () => {
+    const driver = driverFor();
+    const source = specFor("source", { metadata: { instanceID: "source" } });
+    const deviceStatePath = join(root, "source.state");
+    {
+      await using vm = await driver.launch(source);
+      await vm.pause();
+      await vm.saveDeviceState(deviceStatePath);
+    }
+    const specs = ["clone-a", "clone-b"].map((name) => specFor(name, { metadata: { instanceID: name } }));
+    const vms = await Promise.all(specs.map((spec) => driver.restore({ ...spec, deviceStatePath })));
+    for (const [i, spec] of specs.entries()) {
+      expect(requests(spec)).toMatchObject([
+        {
+          path: "/snapshot/load",
+          body: {
+            mem_backend: { backend_type: "File", backend_path: spec.memoryFile },
+            network_overrides: [{ iface_id: "eth0", host_dev_name: "tap0" }],
+            resume_vm: false,
+          },
+        },
+        { path: "/mmds", body: { instanceID: spec.vmId } },
+        { method: "PATCH", path: "/vm", body: { state: "Resumed" } },
+      ]);
+      expect(vms[i]?.reference.anonymousMemory).toBeUndefined();
+    }
+    await Promise.all(vms.map((vm) => vm.kill()));
+  });
+
+  test("that Firecracker refuses fails with its words and leaves no process", async () => {
+    const spec = specFor("refused", { shape: { vcpuCount: 99, memoryMiB: 128 } });
+    const error = await driverFor()
+      .launch(spec)
+      .catch((thrown: unknown) => thrown);
+    expect(error).toMatchObject({ code: "vm_start_failed" });
+    expect(String(error)).toContain("PUT /machine-config");
+    expect(existsSync(join(spec.workDir, "api.sock"))).toBe(false);
+  });
+
+  test("is found again by its reference, and not when it is gone", async () => {
+    const driver = driverFor();
+    await using vm = await driver.launch(specFor("adopted"));
+    const reference: VmReference = JSON.parse(JSON.stringify(vm.reference));
+    const again = await driver.adopt(reference);
+    await again?.pause();
+    await again?.resume();
+    await again?.kill();
+    expect((await vm.exited).signal ?? (await vm.exited).exitCode).not.toBeNull();
+    expect(await driver.adopt(reference)).toBeUndefined();
+  });
+
+  test("its state is refused by name on another VMM", async () => {
+    const here = await driverFor("1.13.1").identity;
+    const there = await driverFor("1.14.1").identity;
+    expect(identityMismatch(here, there)).toContain("VMM version 1.13.1 (here: 1.14.1)");
+    expect(identityMismatch(here, { ...here, vmm: "qemu" })).toContain("VMM firecracker (here: qemu)");
+  });
+});

@@ -1,0 +1,161 @@
+import { statSync } from "node:fs";
+import { AenvError } from "../../lib/errors.ts";
+import type { VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
+import type { FirecrackerVersion } from "./version.ts";
+
+/** One request of the configuration, in the order they are sent. */
+export interface ApiRequest {
+  readonly method: "PUT" | "PATCH";
+  readonly path: string;
+  readonly body: Readonly<Record<string, unknown>>;
+  readonly timeoutMs?: number;
+}
+
+/**
+ * A device state names the host's files it was made with. Every VM therefore sees its own work directory at the
+ * same place, and its drives there under the names of their ids: a restore finds other devices under them.
+ */
+export const INSIDE = "/run/agentenv-vm";
+
+export const INTERFACE_ID = "eth0";
+/** Where the guest reads metadata (the address is Firecracker's default). */
+export const MMDS_ADDRESS = "169.254.169.254";
+const COMMAND_LINE_BYTES = 2048;
+const START_MS = 30_000;
+/** The kernel command line, `pci=off` and all, is the product's; this is what Firecracker's machine adds. */
+const OWN_ARGS = ["console=ttyS0", "reboot=k", "panic=1", "i8042.noaux", "i8042.nomux", "i8042.dumbkbd"];
+
+export function driveFile(drive: VmDrive): string {
+  return `drive-${drive.driveId}`;
+}
+
+/** Path of a drive's device on the host. Firecracker takes block devices and files, no sockets. */
+export function drivePath(drive: VmDrive): string {
+  if (drive.backend.kind === "block") return drive.backend.devicePath;
+  throw new AenvError({
+    code: "drive_unsupported",
+    status: 400,
+    message: `drive ${drive.driveId} is served over NBD, which Firecracker has no client for`,
+    remediation: 'serve disks over ublk (blockd.export = "ublk"), or set vmm to qemu',
+  });
+}
+
+export function kernelCommandLine(args: readonly string[]): string {
+  const names = new Set(args.map((arg) => arg.split("=", 1)[0]));
+  const line = [...OWN_ARGS.filter((arg) => !names.has(arg.split("=", 1)[0]!)), ...args].join(" ");
+  if (Buffer.byteLength(line) < COMMAND_LINE_BYTES) return line;
+  throw new AenvError({
+    code: "invalid_boot_args",
+    status: 400,
+    message: `the kernel command line has ${Buffer.byteLength(line)} bytes, at most 2047 are possible`,
+    remediation: "pass fewer or shorter boot arguments",
+  });
+}
+
+function metadataRequests(spec: VmLaunchSpec, configure: boolean): ApiRequest[] {
+  if (spec.metadata === undefined) return [];
+  const config: ApiRequest = {
+    method: "PUT",
+    path: "/mmds/config",
+    body: { version: "V2", network_interfaces: [INTERFACE_ID], ipv4_address: MMDS_ADDRESS },
+  };
+  return [...(configure ? [config] : []), { method: "PUT", path: "/mmds", body: spec.metadata }];
+}
+
+/** Every request of a first boot, the start included. Throws on a spec that Firecracker cannot take. */
+export function bootRequests(spec: VmLaunchSpec, version: FirecrackerVersion): ApiRequest[] {
+  return [
+    {
+      method: "PUT",
+      path: "/machine-config",
+      body: {
+        vcpu_count: spec.shape.vcpuCount,
+        mem_size_mib: spec.shape.memoryMiB,
+        smt: false,
+        // Lets a later state be saved with the written pages alone; ours come from the process's page map.
+        track_dirty_pages: true,
+      },
+    },
+    {
+      method: "PUT",
+      path: "/boot-source",
+      body: {
+        kernel_image_path: spec.kernelPath,
+        initrd_path: spec.initrdPath,
+        boot_args: kernelCommandLine(spec.kernelArgs),
+      },
+    },
+    ...spec.drives.map((drive): ApiRequest => {
+      drivePath(drive);
+      return {
+        method: "PUT",
+        path: `/drives/${encodeURIComponent(drive.driveId)}`,
+        body: {
+          drive_id: drive.driveId,
+          path_on_host: `${INSIDE}/${driveFile(drive)}`,
+          // The initrd mounts it.
+          is_root_device: false,
+          is_read_only: drive.readOnly,
+          // The guest's flushes reach the device.
+          cache_type: "Writeback",
+          io_engine: "Sync",
+        },
+      };
+    }),
+    {
+      method: "PUT",
+      path: `/network-interfaces/${INTERFACE_ID}`,
+      body: {
+        iface_id: INTERFACE_ID,
+        host_dev_name: spec.network.tapName,
+        guest_mac: spec.network.macAddress,
+      },
+    },
+    ...metadataRequests(spec, true),
+    { method: "PUT", path: "/entropy", body: {} },
+    {
+      method: "PUT",
+      path: "/balloon",
+      body: {
+        amount_mib: 0,
+        deflate_on_oom: true,
+        stats_polling_interval_s: 1,
+        // Since 1.14: pages that the guest frees go back to the host by themselves.
+        ...(version.atLeast(1, 14) ? { free_page_reporting: true } : {}),
+      },
+    },
+    { method: "PUT", path: "/actions", body: { action_type: "InstanceStart" }, timeoutMs: START_MS },
+  ];
+}
+
+/** Every request of a restore, up to the running guest. */
+export function restoreRequests(spec: VmRestoreSpec): ApiRequest[] {
+  return [
+    {
+      method: "PUT",
+      path: "/snapshot/load",
+      body: {
+        snapshot_path: spec.deviceStatePath,
+        mem_backend: { backend_type: "File", backend_path: spec.memoryFile },
+        track_dirty_pages: true,
+        resume_vm: false,
+        network_overrides: [{ iface_id: INTERFACE_ID, host_dev_name: spec.network.tapName }],
+      },
+      timeoutMs: START_MS,
+    },
+    // Configured by the state, the content is this sandbox's own.
+    ...metadataRequests(spec, false),
+    { method: "PATCH", path: "/vm", body: { state: "Resumed" } },
+  ];
+}
+
+/** Firecracker would grow nothing, but load whatever is there. */
+export function checkMemoryFile(spec: VmLaunchSpec): void {
+  const stat = statSync(spec.memoryFile);
+  const bytes = spec.shape.memoryMiB * 2 ** 20;
+  if (!stat.isFile() || stat.size === bytes) return;
+  throw new AenvError({
+    code: "memory_size_mismatch",
+    message: `the memory file ${spec.memoryFile} has ${stat.size} bytes, the VM has ${spec.shape.memoryMiB} MiB of memory`,
+  });
+}

@@ -1,0 +1,194 @@
+/**
+ * Speaks Firecracker's API without a guest, for the driver's tests: the requests and states of upstream's
+ * src/firecracker/swagger/firecracker.yaml, strict about unknown fields and about what is possible before and
+ * after the boot, as the real one is. `FAKE_VERSION` is what it says it is; requests are appended as JSON lines to
+ * `fake.requests` in its directory. Run as `bun fake-firecracker.ts ARGS…`.
+ */
+import {
+  appendFileSync,
+  existsSync,
+  mkdirSync,
+  readFileSync,
+  realpathSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
+import { dirname, join } from "node:path";
+import { parseArgs } from "node:util";
+import { z } from "zod";
+
+const version = process.env.FAKE_VERSION ?? "1.13.1";
+const argv = process.argv.slice(2);
+if (argv.includes("--version")) {
+  console.log(`Firecracker v${version}\n`);
+  process.exit(0);
+}
+const { values } = parseArgs({
+  args: argv,
+  options: {
+    id: { type: "string" },
+    "api-sock": { type: "string" },
+    "http-api-max-payload-size": { type: "string" },
+    "mmds-size-limit": { type: "string" },
+    level: { type: "string" },
+  },
+});
+const socket = values["api-sock"] ?? "/run/firecracker.socket";
+const log = join(dirname(socket), "fake.requests");
+
+const whole = z.number().int().nonnegative();
+const schemas = {
+  "/machine-config": z.strictObject({
+    vcpu_count: whole.min(1).max(32),
+    mem_size_mib: whole.min(1),
+    smt: z.boolean().optional(),
+    track_dirty_pages: z.boolean().optional(),
+    cpu_template: z.string().optional(),
+    huge_pages: z.string().optional(),
+  }),
+  "/boot-source": z.strictObject({
+    kernel_image_path: z.string(),
+    initrd_path: z.string().optional(),
+    boot_args: z.string().optional(),
+  }),
+  "/drives": z.strictObject({
+    drive_id: z.string(),
+    path_on_host: z.string(),
+    is_root_device: z.boolean(),
+    is_read_only: z.boolean(),
+    cache_type: z.enum(["Unsafe", "Writeback"]),
+    io_engine: z.enum(["Sync", "Async"]),
+    rate_limiter: z.unknown().optional(),
+  }),
+  "/network-interfaces": z.strictObject({
+    iface_id: z.string(),
+    host_dev_name: z.string(),
+    guest_mac: z.string().optional(),
+    rx_rate_limiter: z.unknown().optional(),
+    tx_rate_limiter: z.unknown().optional(),
+  }),
+  "/mmds/config": z.strictObject({
+    version: z.enum(["V1", "V2"]),
+    network_interfaces: z.array(z.string()).nonempty(),
+    ipv4_address: z.string().optional(),
+  }),
+  "/mmds": z.record(z.string(), z.unknown()),
+  "/entropy": z.strictObject({ rate_limiter: z.unknown().optional() }),
+  "/balloon": z.strictObject({
+    amount_mib: whole,
+    deflate_on_oom: z.boolean(),
+    stats_polling_interval_s: whole.optional(),
+    ...(Number(version.split(".")[1]) >= 14
+      ? { free_page_reporting: z.boolean().optional(), free_page_hinting: z.boolean().optional() }
+      : {}),
+  }),
+  "/actions": z.strictObject({ action_type: z.enum(["InstanceStart", "FlushMetrics", "SendCtrlAltDel"]) }),
+  "/vm": z.strictObject({ state: z.enum(["Paused", "Resumed"]) }),
+  "/snapshot/create": z.strictObject({
+    snapshot_type: z.enum(["Full", "Diff"]).optional(),
+    snapshot_path: z.string(),
+    mem_file_path: z.string(),
+  }),
+  "/snapshot/load": z.strictObject({
+    snapshot_path: z.string(),
+    mem_backend: z.strictObject({ backend_type: z.enum(["File", "Uffd"]), backend_path: z.string() }),
+    track_dirty_pages: z.boolean().optional(),
+    resume_vm: z.boolean().optional(),
+    network_overrides: z
+      .array(z.strictObject({ iface_id: z.string(), host_dev_name: z.string() }))
+      .optional(),
+  }),
+} as const;
+
+type Resource = keyof typeof schemas;
+
+let state: "Not started" | "Running" | "Paused" = "Not started";
+const configured = new Map<string, unknown>();
+
+class Fault extends Error {}
+
+function mustExist(path: string): void {
+  if (!existsSync(path)) throw new Fault(`No such file or directory (os error 2): ${path}`);
+}
+
+function perform(method: string, resource: Resource, path: string, body: Record<string, unknown>): void {
+  const booted = state !== "Not started";
+  if (resource === "/vm") {
+    if (!booted) throw new Fault("The requested operation is not supported before starting the microVM.");
+    state = body.state === "Paused" ? "Paused" : "Running";
+    return;
+  }
+  if (resource === "/snapshot/create") {
+    if (state !== "Paused") throw new Fault("Create snapshot error: the microVM must be paused");
+    const drives = [...configured].filter(([key]) => key.startsWith("/drives/")).map(([, value]) => value);
+    writeFileSync(String(body.snapshot_path), JSON.stringify({ version, drives }));
+    writeFileSync(String(body.mem_file_path), "pages");
+    return;
+  }
+  if (resource === "/mmds" && method === "PUT") {
+    if (!booted && !configured.has("/mmds/config")) throw new Fault("The MMDS is not configured.");
+    configured.set(path, body);
+    return;
+  }
+  if (booted) throw new Fault("The requested operation is not supported after starting the microVM.");
+  if (resource === "/snapshot/load") {
+    if (configured.size > 0)
+      throw new Fault("Loading a microVM snapshot not allowed after configuring boot-specific resources.");
+    const saved = JSON.parse(readFileSync(String(body.snapshot_path), "utf8"));
+    mustExist((body.mem_backend as { backend_path: string }).backend_path);
+    for (const drive of saved.drives) mustExist(drive.path_on_host);
+    state = "Paused";
+    return;
+  }
+  if (resource === "/actions") {
+    const boot = configured.get("/boot-source") as { kernel_image_path: string } | undefined;
+    if (boot === undefined) throw new Fault("Cannot start microvm without kernel configuration.");
+    mustExist(boot.kernel_image_path);
+    state = "Running";
+    console.log("guest boots");
+    return;
+  }
+  if (resource === "/drives") mustExist(String(body.path_on_host));
+  configured.set(path, body);
+}
+
+function resourceOf(path: string): Resource | undefined {
+  const known = Object.keys(schemas) as Resource[];
+  return (
+    known.find((one) => one === path) ?? known.find((one) => path.startsWith(`${one}/`) && one !== "/vm")
+  );
+}
+
+mkdirSync(dirname(socket), { recursive: true });
+Bun.serve({
+  unix: socket,
+  async fetch(request) {
+    const path = new URL(request.url).pathname;
+    const text = await request.text();
+    const refuse = (message: string) => Response.json({ fault_message: message }, { status: 400 });
+    if (request.method === "GET") {
+      if (path === "/version") return Response.json({ firecracker_version: version });
+      return Response.json({ id: values.id, state, vmm_version: version, app_name: "Firecracker" });
+    }
+    const resource = resourceOf(path);
+    if (resource === undefined)
+      return refuse(`Invalid request method and/or path: ${request.method} ${path}.`);
+    const parsed = schemas[resource].safeParse(text === "" ? undefined : JSON.parse(text));
+    if (!parsed.success)
+      return refuse(
+        `An error occurred when deserializing the json body of a request: ${parsed.error.issues[0]?.message}`,
+      );
+    // Which file a name leads to shows that each VM sees its own.
+    const drive = (parsed.data as { path_on_host?: string }).path_on_host;
+    const target = drive !== undefined && existsSync(drive) ? realpathSync(drive) : undefined;
+    appendFileSync(log, `${JSON.stringify({ method: request.method, path, body: parsed.data, target })}\n`);
+    try {
+      perform(request.method, resource, path, parsed.data as Record<string, unknown>);
+    } catch (error) {
+      if (error instanceof Fault) return refuse(error.message);
+      throw error;
+    }
+    return new Response(null, { status: 204 });
+  },
+});
+if (!statSync(socket).isSocket()) process.exit(1);
