@@ -449,6 +449,118 @@ describe("adoption", () => {
   });
 });
 
+describe("what each state answers", () => {
+  const calls = {
+    get: (id: string) => orchestrator.get(id),
+    pause: (id: string) => orchestrator.pause(id),
+    resume: (id: string) => orchestrator.resume(id, 60),
+    connect: (id: string) => orchestrator.connect(id, 60),
+    timeout: (id: string) => orchestrator.setTimeout(id, 60),
+    refresh: (id: string) => orchestrator.refresh(id, 60),
+    network: (id: string) => orchestrator.updateNetwork(id, {}),
+    snapshot: (id: string) => orchestrator.snapshot(id, {}),
+    fork: (id: string) => orchestrator.fork(id, { count: 1 }),
+  };
+  type Call = keyof typeof calls;
+
+  /** Status of every call that answers at once; 200 for any success. */
+  async function answers(id: string, which: readonly Call[]): Promise<Partial<Record<Call, number>>> {
+    const result: Partial<Record<Call, number>> = {};
+    for (const name of which) {
+      result[name] = await (async () => calls[name](id))().then(
+        () => 200,
+        (error: unknown) => (error instanceof AenvError ? error.status : 500),
+      );
+    }
+    return result;
+  }
+
+  /** Stops the operation that `begin` starts in its middle, asks, and lets it end. */
+  async function during(
+    part: "resume" | "capture" | "stop",
+    begin: () => Promise<unknown>,
+    ask: () => Promise<void>,
+  ): Promise<void> {
+    const { promise: go, resolve: release } = Promise.withResolvers<void>();
+    const { promise: reached, resolve: arrived } = Promise.withResolvers<void>();
+    factory.faults[part] = () => {
+      arrived();
+      return go;
+    };
+    const operation = begin();
+    await reached;
+    try {
+      await ask();
+    } finally {
+      delete factory.faults[part];
+      release();
+    }
+    await operation;
+  }
+
+  test("the calls that do not wait, in every state", async () => {
+    const changes = { network: 409, snapshot: 409, fork: 409 } as const;
+    const asked: Call[] = ["get", "pause", "resume", "network", "snapshot", "fork"];
+    await during(
+      "resume",
+      () => orchestrator.create(request()),
+      async () => {
+        const id = events.findLast(({ kind }) => kind === "creating")!.sandboxId;
+        expect(await answers(id, asked)).toEqual({ get: 200, pause: 409, resume: 409, ...changes });
+        expect(orchestrator.list()).toEqual([]);
+      },
+    );
+    const { id } = orchestrator.list()[0]!;
+    for (const begin of [
+      () => orchestrator.snapshot(id, {}),
+      () =>
+        orchestrator
+          .fork(id, { count: 1 })
+          .then(([child]) => orchestrator.kill((child as { record: { id: string } }).record.id)),
+    ]) {
+      await during("capture", begin, async () => {
+        expect(await answers(id, asked)).toEqual({ get: 200, pause: 409, resume: 409, ...changes });
+      });
+    }
+    await during(
+      "capture",
+      () => orchestrator.pause(id),
+      async () => {
+        expect(await answers(id, ["get", "timeout", "refresh", "network", "snapshot", "fork"])).toEqual({
+          ...{ get: 200, timeout: 409, refresh: 409 },
+          ...changes,
+        });
+      },
+    );
+    expect(await answers(id, ["get", "pause", "timeout", "refresh", "network", "snapshot", "fork"])).toEqual({
+      ...{ get: 200, pause: 409, timeout: 409, refresh: 409 },
+      ...changes,
+    });
+    await during(
+      "resume",
+      () => orchestrator.resume(id, 60),
+      async () => {
+        expect(await answers(id, ["get", "pause", "network", "snapshot", "fork"])).toEqual({
+          ...{ get: 200, pause: 409 },
+          ...changes,
+        });
+      },
+    );
+    const all = Object.keys(calls) as Call[];
+    const gone = Object.fromEntries(all.map((name) => [name, 404]));
+    await during(
+      "stop",
+      () => orchestrator.kill(id),
+      async () => {
+        // A change of what it is doing meets a sandbox on its way out; everything else meets none.
+        expect(await answers(id, all)).toEqual({ ...gone, network: 409, fork: 409 });
+        expect(orchestrator.list()).toEqual([]);
+      },
+    );
+    expect(await answers(id, all)).toEqual(gone);
+  });
+});
+
 describe("capacity", () => {
   test("50 creates over the node's memory: those that fit run, the others are refused at once", async () => {
     orchestrator = open({ capacity: { memoryMiB: 128 * 6 } });

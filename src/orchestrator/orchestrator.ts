@@ -1051,8 +1051,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
     return join(this.#options.artifactsDir, CHECKPOINTS, newId());
   }
 
+  /** Error 409 in every other state, also on the way out; 404 for unknown ids. */
   #runningOnly(id: string, what: string): Entry {
-    const entry = this.#find(id);
+    const entry = this.#entries.get(id);
+    if (entry === undefined) throw notFound(id);
     if (entry.state !== "running") {
       throw conflict(id, entry.state, `only a running sandbox can be ${what}`);
     }
@@ -1128,14 +1130,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#refuseWhenClosing();
     const { repository } = this.#options;
     const { name } = request;
-    this.#runningOnly(id, "snapshotted");
+    this.#runningOnly(this.#find(id).id, "snapshotted");
     // Before the guest has to stand still for a name that cannot be had.
     if (name !== undefined) {
       const holder = await repository.resolve(formatName(parseAlias(name).base, parseAlias(name).tag));
       if (holder?.source.kind === "template") throw nameTaken(name, holder.templateId);
     }
     this.#refuseWhenClosing();
-    const source = this.#runningOnly(id, "snapshotted");
+    const source = this.#runningOnly(this.#find(id).id, "snapshotted");
     const dir = this.#checkpointDir();
     const startedAt = performance.now();
     const words: CaptureWords = {
@@ -1374,11 +1376,9 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const access =
       update.allowInternetAccess === undefined ? {} : { allowInternetAccess: update.allowInternetAccess };
     const policy = egressOf({ network: update, ...access });
-    const entry = this.#find(id);
+    const entry = this.#runningOnly(id, "given other rules");
     const { instance } = entry;
-    if (entry.state !== "running" || instance === undefined) {
-      throw conflict(id, entry.state, "only the network of a running sandbox can be changed");
-    }
+    assert(instance !== undefined, `running sandbox ${id} has an instance`);
     await instance.running.applyEgress(policy);
     // A pause that began meanwhile has stored the record as it was: nobody may be told otherwise.
     if (entry.state !== "running" || entry.instance !== instance) {
