@@ -4,7 +4,7 @@ import { createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { sha256 } from "../../tests/support/oci.ts";
-import type { AenvError } from "../lib/errors.ts";
+import { type AenvError, errorChain } from "../lib/errors.ts";
 import { createRegistrySource, hostLocality, parseChallenge, parseRetryAfter } from "./registry.ts";
 
 let directory: string;
@@ -219,6 +219,13 @@ describe("downloads", () => {
       }
       await new Promise((resolve) => proxy.close(resolve));
     }
+  });
+
+  test("a registry that is not there is told in one short line", async () => {
+    const error = await rejection(source("127.0.0.1:1").manifest("t", new AbortController().signal));
+    expect(errorChain(error)).toEqual([
+      "127.0.0.1:1/a/b:t: cannot get manifest t from 127.0.0.1:1: ECONNREFUSED",
+    ]);
   });
 
   test("redirects are followed without the registry's credentials", async () => {

@@ -407,8 +407,14 @@ class RegistrySource implements ImageSource {
         causes.push(error);
       }
     }
-    const reasons = causes.map((cause) => (cause instanceof Error ? cause.message : String(cause)));
-    throw new Transient([...new Set(reasons)].join("; "), { cause: causes.at(-1) });
+    const reasons = causes.map((cause) =>
+      // The runtime's question to programmers.
+      (cause instanceof Error ? cause.message : String(cause)).replace(
+        /:? *Unable to connect\. Is the computer able to access the url\?/,
+        "",
+      ),
+    );
+    throw new Transient([...new Set(reasons)].join("; "));
   }
 
   async #follow(url: string, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {

@@ -36,7 +36,8 @@ export function errorChain(error: unknown): string[] {
   let current: unknown = error;
   for (let depth = 0; current !== undefined && current !== null && depth < 16; depth++) {
     const message = current instanceof Error ? current.message : String(current);
-    if (message !== "" && !messages.includes(message)) messages.push(message);
+    // A message that quotes its cause says it once.
+    if (message !== "" && !messages.some((said) => said.includes(message))) messages.push(message);
     current = current instanceof Error ? current.cause : undefined;
   }
   return messages;
