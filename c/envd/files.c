@@ -371,6 +371,7 @@ typedef struct {
   char *path;
   char **done; // resolved paths of this request
   size_t ndone, capdone;
+  uint32_t *slots; // of their hashes: number of a path + 1, 0: free. Twice capdone of them
   meta metas[META_MAX];
   unsigned nmeta;
   int status; // of the failure
@@ -400,14 +401,46 @@ static int set_metadata(upload *u, int fd) {
   return 0;
 }
 
+// Where the path is among those done, or the free slot where it would be.
+static uint32_t *slot_of(const upload *u, const char *path) {
+  size_t mask = 2 * u->capdone - 1;
+  uint32_t h = 2166136261u;
+  for (const char *p = path; *p; p++) h = (h ^ (uint8_t)*p) * 16777619u;
+  size_t i = (h ^ h >> 15) & mask;
+  while (u->slots[i] && strcmp(u->done[u->slots[i] - 1], path)) i = (i + 1) & mask;
+  return &u->slots[i];
+}
+
+static bool is_done(const upload *u, const char *path) {
+  return u->capdone && *slot_of(u, path);
+}
+
+static void add_done(upload *u, char *path) {
+  uint32_t *slot = slot_of(u, path);
+  u->done[u->ndone++] = path;
+  *slot = (uint32_t)u->ndone;
+}
+
+static int make_room(upload *u) {
+  size_t cap = u->capdone ? u->capdone * 2 : 16, n = u->ndone;
+  char **old = u->done, **d = arena_alloc(&u->a, cap * sizeof *d);
+  uint32_t *slots = arena_alloc(&u->a, 2 * cap * sizeof *slots);
+  if (!d || !slots) return -ENOMEM;
+  u->done = d;
+  u->slots = slots;
+  u->capdone = cap;
+  u->ndone = 0;
+  for (size_t i = 0; i < n; i++) add_done(u, old[i]);
+  return 0;
+}
+
 static int open_target(upload *u, const char *raw) {
   char *path;
   int rc = agent_path(u->ag, &u->a, &u->user, raw, &path);
   if (rc) return fail(u, rc == -EINVAL ? 400 : 503, "cannot resolve path", raw, 0);
   char *clean = path_clean(&u->a, path);
   if (!clean) return fail(u, 503, "out of memory", NULL, 0);
-  for (size_t i = 0; i < u->ndone; i++)
-    if (!strcmp(u->done[i], clean)) return fail(u, 400, "you cannot upload twice to", path, 0);
+  if (is_done(u, clean)) return fail(u, 400, "you cannot upload twice to", path, 0);
   struct stat st;
   if (!stat(path, &st) && !S_ISREG(st.st_mode))
     return fail(u, 400, S_ISDIR(st.st_mode) ? "path is a directory:" : "path is not a regular file:", path, 0);
@@ -416,18 +449,11 @@ static int open_target(upload *u, const char *raw) {
   bool created;
   rc = parent ? make_dirs(parent, &u->user, &created) : -ENOMEM;
   if (rc) return fail(u, status_of(rc), "cannot create the parents of", path, rc);
-  if (u->ndone == u->capdone) {
-    size_t cap = u->capdone ? u->capdone * 2 : 16;
-    char **d = arena_alloc(&u->a, cap * sizeof *d);
-    if (!d) return fail(u, 503, "out of memory", NULL, 0);
-    if (u->ndone) memcpy(d, u->done, u->ndone * sizeof *d);
-    u->done = d;
-    u->capdone = cap;
-  }
+  if (u->ndone == u->capdone && make_room(u)) return fail(u, 503, "out of memory: too many files in one request", NULL, 0);
   rc = stage_open(&u->s, &u->a, path, &u->user);
   if (rc) return fail(u, status_of(rc), "cannot write", path, rc);
   u->path = path;
-  u->done[u->ndone++] = clean;
+  add_done(u, clean);
   rc = set_metadata(u, u->s.fd);
   // Without a set to store, a file system that knows no xattrs is fine.
   if (rc && (u->nmeta || (rc != -EOPNOTSUPP && rc != -ENOTSUP)))
@@ -561,7 +587,7 @@ static void start_upload(conn *c) {
   }
   u->c = c;
   u->ag = agent_of(c);
-  u->a.limit = 8 << 20;
+  u->a.limit = 32 << 20;
   u->s.fd = -1;
   c->user = u;
   c->sink = &upload_sink;

@@ -44,7 +44,7 @@ typedef struct watcher {
   call *k; // WatchDir; NULL for a queued one
   char id[40];
   char *root;
-  bool recursive, entry, failed, legacy;
+  bool recursive, entry, failed, legacy, network;
   const char *why;
   node *nodes; // in the order of wd: the kernel counts upwards
   size_t n, cap;
@@ -220,6 +220,44 @@ static int rename_tree(watcher *w, const char *from, const char *to) {
   return 0;
 }
 
+// What lies on a network does not tell of changes, and may not answer at all.
+static bool network_fs(const struct statfs *s) {
+  switch ((uint32_t)s->f_type) {
+  case 0x6969:      // NFS
+  case 0xff534d42u: // CIFS
+  case 0x517b:      // SMB
+  case 0xfe534d42u: // SMB2
+  case 0x65735546:  // FUSE
+    return true;
+  default: return false;
+  }
+}
+
+// The kernel's own views of itself: no events, and thousands of directories. (Numbers: linux/magic.h.)
+static bool kernel_fs(const struct statfs *s) {
+  switch ((uint32_t)s->f_type) {
+  case 0x9fa0:     // proc
+  case 0x62656572: // sysfs
+  case 0x64626720: // debugfs
+  case 0x74726163: // tracefs
+  case 0x73636673: // securityfs
+  case 0x63677270: // cgroup2
+  case 0x27e0eb:   // cgroup
+  case 0xcafe4a11: // bpf
+    return true;
+  default: return false;
+  }
+}
+
+// Whether a watch of the tree goes on into a directory where another file system is mounted.
+static bool follows(const watcher *w, int parent, const char *name) {
+  int fd = openat(parent, name, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  struct statfs s;
+  bool yes = fd >= 0 && !fstatfs(fd, &s) && !kernel_fs(&s) && (w->network || !network_fs(&s));
+  if (fd >= 0) close(fd);
+  return yes;
+}
+
 static int add_dir(watcher *w, const char *rel, bool report, int depth) {
   if (w->failed) return 0;
   arena a = {.limit = 64 * 1024};
@@ -260,6 +298,8 @@ static int add_dir(watcher *w, const char *rel, bool report, int depth) {
   DIR *d = !rc && (w->recursive || report) && depth < DEPTH_MAX ? opendir(path) : NULL;
   arena_free(&a);
   if (!d) return rc;
+  struct stat here;
+  if (fstat(dirfd(d), &here)) here.st_dev = 0;
   for (struct dirent *e; !rc && !w->failed && (e = readdir(d));) {
     if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
     if (e->d_name[0] == '.' && is_staging(e->d_name)) continue;
@@ -276,7 +316,8 @@ static int add_dir(watcher *w, const char *rel, bool report, int depth) {
       emit(w, s->rel, EV_CREATE);
       if (S_ISREG(st.st_mode) && st.st_size) emit(w, s->rel, EV_WRITE);
     }
-    if (w->recursive && S_ISDIR(st.st_mode)) rc = add_dir(w, s->rel, report, depth + 1);
+    if (w->recursive && S_ISDIR(st.st_mode) && (st.st_dev == here.st_dev || follows(w, dirfd(d), e->d_name)))
+      rc = add_dir(w, s->rel, report, depth + 1);
     if (report && !w->failed)
       see(w, s);
     else
@@ -406,20 +447,6 @@ static void on_inotify(ev *e, uint32_t events) {
     watch_on(w);
 }
 
-static bool network_fs(const char *path) {
-  struct statfs s;
-  if (statfs(path, &s)) return false;
-  switch ((uint32_t)s.f_type) {
-  case 0x6969:      // NFS
-  case 0xff534d42u: // CIFS
-  case 0x517b:      // SMB
-  case 0xfe534d42u: // SMB2
-  case 0x65735546:  // FUSE
-    return true;
-  default: return false;
-  }
-}
-
 // A new armed watch for the request, or NULL after rpc_fail.
 static watcher *watch_new(call *k, bool stream) {
   char *path;
@@ -437,7 +464,8 @@ static watcher *watch_new(call *k, bool stream) {
     rpc_fail(k, INVALID_ARGUMENT, "path is not a directory: %s", path);
     return NULL;
   }
-  if (!msg_int(k->in, 4) && network_fs(path)) {
+  struct statfs sf;
+  if (!msg_int(k->in, 4) && !statfs(path, &sf) && network_fs(&sf)) {
     rpc_fail(k, INVALID_ARGUMENT, "cannot watch a path on a network mount: %s", path);
     return NULL;
   }
@@ -456,6 +484,7 @@ static watcher *watch_new(call *k, bool stream) {
   w->e = (ev){.fd = fd, .cb = on_inotify, .owner = w};
   w->recursive = msg_int(k->in, 2);
   w->entry = msg_int(k->in, 3);
+  w->network = msg_int(k->in, 4);
   w->legacy = k->legacy;
   w->tail = &w->first;
   w->next = k->ag->watchers;

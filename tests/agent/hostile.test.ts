@@ -398,6 +398,53 @@ describe("files that are no files", () => {
   });
 });
 
+describe("much in one request", () => {
+  test("3,000 files in one form, the last one twice", async () => {
+    const dir = `${agent.dir}/form`;
+    const part = (name: string) =>
+      `--b\r\nContent-Disposition: form-data; name="file"; filename="${dir}/${name}"\r\n\r\n${name}\r\n`;
+    const names = Array.from({ length: 3000 }, (_, i) => `file-${i}`);
+    const send = async (parts: string[]) =>
+      await fetch(`${agent.url}/files`, {
+        method: "POST",
+        headers: { "content-type": "multipart/form-data; boundary=b" },
+        body: `${parts.map(part).join("")}--b--\r\n`,
+      });
+    const all = await send(names);
+    expect([all.status, ((await all.json()) as { name: string }[]).map((e) => e.name)]).toEqual([200, names]);
+    for (const name of names) expect(readFileSync(`${dir}/${name}`, "utf8")).toBe(name);
+    const twice = await send([...names, "file-1234"]);
+    expect([twice.status, ((await twice.json()) as { message: string }).message]).toEqual([
+      400,
+      `you cannot upload twice to '${dir}/file-1234'`,
+    ]);
+  }, 60_000);
+
+  test.skipIf(process.getuid?.() !== 0)(
+    "a watch of everything stays out of the kernel's own directories",
+    async () => {
+      const mounted =
+        'mkdir -p "$0/top/proc" "$0/top/tmp"; mount -t proc proc "$0/top/proc"; mount -t tmpfs tmpfs "$0/top/tmp"; exec "$@"';
+      await using a = await startAgent([], (dir) => ["unshare", "-m", "sh", "-ec", mounted, dir]);
+      const made = await call(a, `${F}/CreateWatcher`, { path: `${a.dir}/top`, recursive: true });
+      expect(made.status).toBe(200);
+      const watches = (await Bun.$`cat /proc/${a.pid}/fdinfo/*`.nothrow().text())
+        .split("\n")
+        .filter((l) => l.startsWith("inotify wd:"));
+      expect(watches.length).toBe(2); // the top and its tmp
+      await sh(a, `mkdir ${a.dir}/top/tmp/new; : > ${a.dir}/top/tmp/new/file`);
+      const { watcherId } = made.body;
+      const seen = new Set<string>();
+      await eventually("events below a mount", async () => {
+        const got = await call(a, `${F}/GetWatcherEvents`, { watcherId: watcherId! });
+        for (const e of (got.body.events ?? []) as { name: string }[]) seen.add(e.name);
+        return seen.has("tmp/new/file");
+      });
+    },
+    30_000,
+  );
+});
+
 test("after all of that nothing is left over", async () => {
   // connections that the client keeps for its next request are its own affair
   const held = async () =>
