@@ -115,7 +115,13 @@ async function startNode(config: NodeConfig, log: Logger) {
   const blockd = stack.use(
     startBlockd(
       {
-        argv: selfCommand("blockd", "--max-ublk-devices", String(config.ublk.maxDevices)),
+        argv: selfCommand(
+          "blockd",
+          ...["--max-ublk-devices", String(config.ublk.maxDevices)],
+          ...(config.ublk.daemonMetricsListenAddr === ""
+            ? []
+            : ["--metrics", config.ublk.daemonMetricsListenAddr]),
+        ),
         socketPath: config.ublk.daemonSocketPath,
         runtimeDir: join(config.runtimePath, "blockd"),
         logPath: config.ublk.daemonLogPath,

@@ -586,7 +586,7 @@ describe("one worker, several devices", () => {
     const samples = new Map<string, number>();
     for (const line of page.trimEnd().split("\n")) {
       if (line.startsWith("# HELP ") || line.startsWith("# TYPE ")) continue;
-      const [, name, value] = /^([a-z_]+(?:\{[a-z]+="[^"]*"\})?) (\S+)$/.exec(line) ?? [];
+      const [, name, value] = /^([a-z_]+(?:\{(?:,?[a-z]+="[^"]*")+\})?) (\S+)$/.exec(line) ?? [];
       expect(name, line).toBeDefined();
       samples.set(name!, Number(value));
     }
@@ -600,6 +600,9 @@ describe("one worker, several devices", () => {
     expect(samples.get('aenv_blockd_flush_seconds_bucket{le="+Inf"}')).toBe(
       samples.get("aenv_blockd_flush_seconds_count")!,
     );
+    const created = 'operation="create_runtime_overlaybd",status="success"';
+    expect(samples.get(`agentenv_ublk_operation_duration_seconds_count{${created}}`)).toBeGreaterThan(0);
+    expect(samples.get('agentenv_overlaybd_zfile_blocks_total{codec="lz4"}')).toBe(0);
     expect((await fetch("http://localhost/other", { unix: metrics })).status).toBe(404);
     expect((await fetch("http://localhost/metrics", { unix: metrics, method: "POST" })).status).toBe(405);
     await client.release("disk.1");

@@ -94,7 +94,8 @@ function parseOptions(argv: string[]): DaemonOptions {
 
 function parseMetricsAddress(text: string): DaemonOptions["metrics"] {
   if (text.startsWith("/")) return { unix: text };
-  const [, hostname, port] = /^(?:\[?([0-9A-Za-z.:-]+?)\]?):(\d{1,5})$/.exec(text) ?? [];
+  const [, v6, host, port] = /^(?:\[([0-9A-Fa-f:.]+)\]|([^\s[\]]+)):(\d{1,5})$/.exec(text) ?? [];
+  const hostname = v6 ?? host;
   if (hostname === undefined || Number(port) > 65535)
     throw new TypeError(`--metrics must be HOST:PORT or an absolute path, not ${text}`);
   return { hostname, port: Number(port) };
@@ -342,7 +343,8 @@ class Daemon {
   async stats(): Promise<BlockdStats> {
     const { devices, workers } = await this.#devices.stats();
     const { rss } = process.memoryUsage();
-    return { pid: process.pid, startedAt: this.#startedAt, rssBytes: rss, workers, devices };
+    const operations = this.#devices.operations();
+    return { pid: process.pid, startedAt: this.#startedAt, rssBytes: rss, workers, operations, devices };
   }
 
   async #shutdown(): Promise<null> {

@@ -4,6 +4,7 @@ import { AenvError, assert } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
 import { toBlockdError } from "./errors.ts";
+import { OperationTimes } from "./operations.ts";
 import type { BlockdStats, DeviceInfo, DeviceSpec, WorkerStats } from "./protocol.ts";
 import type { DeviceRecord } from "./schema.ts";
 import { type DeviceTable, fileStem } from "./table.ts";
@@ -52,6 +53,7 @@ export class Devices {
   /** Files of writable layers in use, with the device that uses them: two writers would destroy one. */
   readonly #uppers = new Map<string, string>();
   readonly #turns = new Map<string, Promise<unknown>>();
+  readonly #operations = new OperationTimes();
   readonly #table: DeviceTable;
   readonly #workers: readonly WorkerHandle[];
   readonly #exportDir: string;
@@ -112,7 +114,17 @@ export class Devices {
     }
   }
 
-  async create(spec: DeviceSpec): Promise<DeviceInfo> {
+  /** What was done to devices, how often and how long it took. */
+  operations(): BlockdStats["operations"] {
+    return this.#operations.snapshot();
+  }
+
+  create(spec: DeviceSpec): Promise<DeviceInfo> {
+    const kind = spec.readOnly ? "create_raw_overlaybd" : "create_runtime_overlaybd";
+    return this.#operations.time(kind, () => this.#create(spec));
+  }
+
+  async #create(spec: DeviceSpec): Promise<DeviceInfo> {
     const { deviceId } = spec;
     if (!spec.readOnly && spec.image.upper === undefined) {
       throw invalid("device_without_upper", `device ${deviceId} is writable but its image has no upper`);
@@ -183,7 +195,9 @@ export class Devices {
   }
 
   release(deviceId: string): Promise<void> {
-    return this.#inTurn(deviceId, () => this.#release(deviceId, false));
+    return this.#operations.time("release", () =>
+      this.#inTurn(deviceId, () => this.#release(deviceId, false)),
+    );
   }
 
   async #release(deviceId: string, flush: boolean): Promise<void> {
@@ -211,6 +225,10 @@ export class Devices {
   }
 
   restack(deviceId: string, restack: Restack): Promise<LayerRef> {
+    return this.#operations.time("restack_snapshot", () => this.#restack(deviceId, restack));
+  }
+
+  #restack(deviceId: string, restack: Restack): Promise<LayerRef> {
     return this.#inTurn(deviceId, async () => {
       const { entry, worker } = this.#usable(deviceId);
       const { restacked, spec } = entry.record;

@@ -2,7 +2,7 @@ import { chmodSync, rmSync } from "node:fs";
 import { errorChain } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import { DURATION_BOUNDS_SECONDS, type DurationSnapshot, mergeDurations } from "./histogram.ts";
-import type { BlockdStats } from "./protocol.ts";
+import type { BlockdStats, ZFileStats } from "./protocol.ts";
 
 type Labels = Readonly<Record<string, string>>;
 
@@ -26,15 +26,19 @@ class Page {
     this.sample(name, value);
   }
 
-  histogram(name: string, help: string, { counts, sumSeconds }: DurationSnapshot): void {
+  histogram(name: string, help: string, snapshot: DurationSnapshot): void {
     this.family(name, "histogram", help);
+    this.buckets(name, snapshot, {});
+  }
+
+  buckets(name: string, { counts, sumSeconds }: DurationSnapshot, labels: Labels): void {
     let total = 0;
     for (const [i, count] of counts.entries()) {
       total += count;
-      this.sample(`${name}_bucket`, total, { le: String(DURATION_BOUNDS_SECONDS[i] ?? "+Inf") });
+      this.sample(`${name}_bucket`, total, { ...labels, le: String(DURATION_BOUNDS_SECONDS[i] ?? "+Inf") });
     }
-    this.sample(`${name}_sum`, sumSeconds);
-    this.sample(`${name}_count`, total);
+    this.sample(`${name}_sum`, sumSeconds, labels);
+    this.sample(`${name}_count`, total, labels);
   }
 
   toString(): string {
@@ -79,6 +83,13 @@ const WORKER_FIGURES: readonly [
   ["block_cache_misses_total", "counter", "Blocks that had to be decompressed.", (w) => w.blockCache.misses],
 ];
 
+const ZFILE_FIGURES: readonly [name: string, help: string, value: (stats: ZFileStats) => number][] = [
+  ["blocks", "Blocks decompressed.", (s) => s.blocks],
+  ["read_batches", "Reads of compressed bytes.", (s) => s.readBatches],
+  ["encoded_bytes", "Compressed bytes read.", (s) => s.encodedBytes],
+  ["output_bytes", "Bytes that came of them.", (s) => s.outputBytes],
+];
+
 /** One scrape. Durations are summed over the devices: a histogram per device would be most of the page. */
 export function renderMetrics(stats: BlockdStats): string {
   const page = new Page();
@@ -100,6 +111,21 @@ export function renderMetrics(stats: BlockdStats): string {
     page.family(`aenv_blockd_device_${name}`, type, help);
     for (const device of stats.devices) {
       page.sample(`aenv_blockd_device_${name}`, Number(device[key]), { device: device.deviceId });
+    }
+  }
+  page.family(
+    "agentenv_ublk_operation_duration_seconds",
+    "histogram",
+    "How long operations on devices took.",
+  );
+  for (const { operation, status, seconds } of stats.operations) {
+    page.buckets("agentenv_ublk_operation_duration_seconds", seconds, { operation, status });
+  }
+  for (const [name, help, value] of ZFILE_FIGURES) {
+    page.family(`agentenv_overlaybd_zfile_${name}_total`, "counter", help);
+    for (const codec of ["lz4", "zstd"] as const) {
+      const total = stats.workers.reduce((sum, worker) => sum + value(worker.zfile[codec]), 0);
+      page.sample(`agentenv_overlaybd_zfile_${name}_total`, total, { codec });
     }
   }
   page.histogram(

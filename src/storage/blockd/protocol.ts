@@ -80,6 +80,16 @@ export interface WorkerStats {
     readonly hits: number;
     readonly misses: number;
   };
+  /** Decompression, by codec. */
+  readonly zfile: Readonly<Record<"lz4" | "zstd", ZFileStats>>;
+}
+
+export interface ZFileStats {
+  readonly blocks: number;
+  /** Reads of compressed bytes. */
+  readonly readBatches: number;
+  readonly encodedBytes: number;
+  readonly outputBytes: number;
 }
 
 /** How often something took how long, see histogram.ts for the bounds. */
@@ -88,11 +98,19 @@ export interface DurationStats {
   readonly sumSeconds: number;
 }
 
+/** Operations of one kind and outcome since the daemon started. */
+export interface OperationStats {
+  readonly operation: "create_raw_overlaybd" | "create_runtime_overlaybd" | "release" | "restack_snapshot";
+  readonly status: "success" | "error";
+  readonly seconds: DurationStats;
+}
+
 export interface BlockdStats {
   readonly pid: number;
   readonly startedAt: string;
   readonly rssBytes: number;
   readonly workers: readonly WorkerStats[];
+  readonly operations: readonly OperationStats[];
   readonly devices: readonly {
     readonly deviceId: string;
     readonly readOps: number;

@@ -6,6 +6,7 @@ import { UblkServer } from "../export/ublk/index.ts";
 import { openIoEngine } from "../io/index.ts";
 import type { OverlaybdRoom } from "../overlaybd/types.ts";
 import { threadBlockCache } from "../overlaybd/zfile/block-cache.ts";
+import { zfileStats } from "../overlaybd/zfile/reader.ts";
 import { type Device, type DeviceContext, openDevice } from "./device.ts";
 import { toBlockdError } from "./errors.ts";
 import type { WorkerStats } from "./protocol.ts";
@@ -75,7 +76,12 @@ class DeviceOwner implements AsyncDisposable {
 
   #stats(): WorkerStats {
     const { kind } = this.#context.engine;
-    return { engine: kind, ...this.#context.engine.stats(), blockCache: threadBlockCache.stats() };
+    return {
+      engine: kind,
+      ...this.#context.engine.stats(),
+      blockCache: threadBlockCache.stats(),
+      zfile: zfileStats(),
+    };
   }
 
   #device(deviceId: string): Device {

@@ -65,6 +65,24 @@ function workspace() {
   return shared;
 }
 
+/** What this thread has decompressed, by codec. */
+export interface ZFileStats {
+  blocks: number;
+  /** Reads of compressed bytes. */
+  readBatches: number;
+  encodedBytes: number;
+  outputBytes: number;
+}
+
+const stats: Readonly<Record<CodecAlgorithm, ZFileStats>> = {
+  lz4: { blocks: 0, readBatches: 0, encodedBytes: 0, outputBytes: 0 },
+  zstd: { blocks: 0, readBatches: 0, encodedBytes: 0, outputBytes: 0 },
+};
+
+export function zfileStats(): Readonly<Record<CodecAlgorithm, ZFileStats>> {
+  return { lz4: { ...stats.lz4 }, zstd: { ...stats.zstd } };
+}
+
 /** Random access to the bytes inside a ZFile. Owns `source`. */
 export class ZFileSource implements ReadSource {
   readonly name: string;
@@ -248,9 +266,14 @@ export class ZFileSource implements ReadSource {
       const stored = this.#start(last) - from;
       if (!inMemory) this.#source.read(from, compressed, 0, stored);
       else if (!this.#source.tryRead(from, compressed, 0, stored)) return false;
+      const counted = stats[this.#algorithm];
+      counted.readBatches++;
+      counted.encodedBytes += stored;
+      counted.blocks += last - block;
       for (; block < last; block++) {
         const decoded = this.#cache.room(Math.min(size, this.sizeBytes - block * size));
         this.#decode(block, this.#start(block) - from, decoded, 0);
+        counted.outputBytes += decoded.byteLength;
         this.#cache.add(block, decoded);
         this.#copyPart(block, decoded, offsetBytes, end, target, targetOffset);
       }
