@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 export PATH="$PWD/.tools/bin:$PATH" CI=${CI:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-passed=0 failed=0 skipped=0
+passed=0 failed=0 skipped=0 runner=()
 note() { printf '\n== %s\n' "$*"; }
 
 note "lint"
@@ -18,11 +18,11 @@ export AENV_TEST_HOME=${AENV_TEST_HOME:-$PWD/.aenv/home}
 if dist/agentenv setup --home "$AENV_TEST_HOME"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "microVM tests cannot run without it"; fi
 
 # One process per file group: a crash of one file is that file's failure. The counts come from bun's own report.
-suite() { # name, timeout seconds, bun test arguments
+suite() { # name, timeout seconds, bun test arguments; $runner: what they run under
   local name=$1 limit=$2; shift 2
   note "$name"
   local log=$work/$name.log rc
-  timeout --kill-after=20 "$limit" bun test "$@" 2>&1 | tee "$log"
+  timeout --kill-after=20 "$limit" "${runner[@]}" bun test "$@" 2>&1 | tee "$log"
   rc=${PIPESTATUS[0]}
   local p f s t
   p=$(sed -nE 's/^ *([0-9]+) pass$/\1/p' "$log" | tail -1) f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
@@ -50,6 +50,19 @@ if ((${#fuzz[@]})); then
   suite fuzz 700 --timeout 30000 "${fuzz[@]/#/./}"
 fi
 ((${#e2e[@]} == 0)) || suite e2e 1200 --timeout 180000 "${e2e[@]/#/./}"
+
+mapfile -t rig < <(cd tests && find rig -name '*.test.ts' | grep -F -- "$filter" | sort)
+if ((${#rig[@]})); then
+  # ublk and KVM, in a machine of its own (docs/rig.md).
+  scripts/firecracker.sh || echo "the tests with Firecracker are left out"
+  if scripts/rig.sh -p; then
+    runner=(scripts/rig.sh -t 420 -C tests --)
+    suite rig 480 --timeout 240000 "${rig[@]/#/./}"
+    runner=()
+  else
+    echo "SKIPPED: tests/rig/*, the rig cannot be made here (see above)"; skipped=$((skipped + ${#rig[@]}))
+  fi
+fi
 
 printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
 ((failed == 0))

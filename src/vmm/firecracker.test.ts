@@ -13,7 +13,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import pino from "pino";
 import { runCommand, tryCommand } from "../lib/command.ts";
-import { bootRequests, kernelCommandLine } from "./firecracker/config.ts";
+import { kernelCommandLine } from "./firecracker/config.ts";
 import { parseFirecrackerVersion } from "./firecracker/version.ts";
 import {
   createFirecrackerDriver,
@@ -134,15 +134,6 @@ test("a disk over NBD is refused before anything is started", async () => {
 test("the kernel command line takes the caller's word over ours, and has an end", () => {
   expect(kernelCommandLine(["panic=-1", "x"])).toMatch(/^console=ttyS0 reboot=k i8042\S+ .* panic=-1 x$/);
   expect(() => kernelCommandLine(["y".repeat(2048)])).toThrow("at most 2047");
-});
-
-test("free page reporting is asked for where the version has it", () => {
-  const balloon = (version: string) =>
-    bootRequests(specFor("reporting"), parseFirecrackerVersion(`Firecracker v${version}`, "fc")).find(
-      ({ path }) => path === "/balloon",
-    )?.body;
-  expect(balloon("1.14.0")).toMatchObject({ free_page_reporting: true });
-  expect(balloon("1.13.1")).not.toHaveProperty("free_page_reporting");
 });
 
 describe("a VM", () => {

@@ -1,7 +1,6 @@
 import { statSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 import type { VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
-import type { FirecrackerVersion } from "./version.ts";
 
 /** One request of the configuration, in the order they are sent. */
 export interface ApiRequest {
@@ -63,7 +62,7 @@ function metadataRequests(spec: VmLaunchSpec, configure: boolean): ApiRequest[] 
 }
 
 /** Every request of a first boot, the start included. Throws on a spec that Firecracker cannot take. */
-export function bootRequests(spec: VmLaunchSpec, version: FirecrackerVersion): ApiRequest[] {
+export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
   return [
     {
       method: "PUT",
@@ -120,8 +119,8 @@ export function bootRequests(spec: VmLaunchSpec, version: FirecrackerVersion): A
         amount_mib: 0,
         deflate_on_oom: true,
         stats_polling_interval_s: 1,
-        // Since 1.14: pages that the guest frees go back to the host by themselves.
-        ...(version.atLeast(1, 14) ? { free_page_reporting: true } : {}),
+        // No free page reporting (1.14): after a restore Firecracker gives a page back by mapping anonymous memory
+        // over it, and a capture finds written pages in the mapping of the memory file.
       },
     },
     { method: "PUT", path: "/actions", body: { action_type: "InstanceStart" }, timeoutMs: START_MS },

@@ -109,7 +109,8 @@ class FirecrackerDriver implements VmmDriver {
   }
 
   async launch(spec: VmLaunchSpec): Promise<VmHandle> {
-    return await this.#start(spec, bootRequests(spec, await this.#version()), false);
+    await this.#version();
+    return await this.#start(spec, bootRequests(spec), false);
   }
 
   async restore(spec: VmRestoreSpec): Promise<VmHandle> {
