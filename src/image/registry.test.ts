@@ -81,7 +81,7 @@ function rangeStart(request: Request): number {
 }
 
 describe("downloads", () => {
-  test("go on by range where a connection broke off", async () => {
+  test("FR-72: go on by range where a connection broke off", async () => {
     await using server = faulty((request, nth) => {
       const start = rangeStart(request);
       const rest = CONTENT.subarray(start);
@@ -130,7 +130,7 @@ describe("downloads", () => {
     expect(other.requests.length).toBe(1);
   });
 
-  test("a stalled connection is given up and tried again", async () => {
+  test("FR-72: a stalled connection is given up and tried again", async () => {
     await using server = faulty((_request, nth) =>
       nth === 1
         ? new Response(
@@ -250,7 +250,7 @@ describe("manifests", () => {
   const get = (host: string, wanted = "t", login?: { username: string; password: string }) =>
     source(host, login).manifest(wanted, new AbortController().signal);
 
-  test("busy registries are asked again after Retry-After, a bounded number of times", async () => {
+  test("FR-72: busy registries are asked again after Retry-After, a bounded number of times", async () => {
     const times: number[] = [];
     await using server = faulty((_request, nth) => {
       times.push(performance.now());

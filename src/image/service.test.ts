@@ -95,7 +95,7 @@ async function cacheIsClean(cacheDir = join(rig.directory, "cache")): Promise<vo
 }
 
 describe("conversion", () => {
-  test("kinds, owners, times, long and odd names", async () => {
+  test("FR-75: kinds, owners, times, long and odd names", async () => {
     const long = `${"d".repeat(120)}/${"f".repeat(250)}`;
     const odd = Buffer.from([0x6f, 0xff, 0xfe, 0x0a, 0x20, 0x64]);
     const { root } = await convert(
@@ -149,7 +149,7 @@ describe("conversion", () => {
     expect(stat(".").nlink).toBe(5n);
   });
 
-  test("extended attributes, access control lists, file capabilities", async () => {
+  test("FR-75: extended attributes, access control lists, file capabilities", async () => {
     const binary = Buffer.from([0, 1, 2, 0x0a, 0x3d, 0xff]);
     const acl = Buffer.alloc(4 + 5 * 8);
     acl.writeUInt32LE(2, 0);
@@ -202,7 +202,7 @@ describe("conversion", () => {
     expect((await readAs("1001")).stderr).toContain("Permission denied");
   });
 
-  test("whiteouts and opaque directories concern lower layers only, in any order", async () => {
+  test("FR-70: whiteouts and opaque directories concern lower layers only, in any order", async () => {
     const base = [
       dir("keep"),
       file("keep/a"),
@@ -291,7 +291,7 @@ describe("conversion", () => {
     expect(tree(wiped.root!)).toEqual(["only"]);
   });
 
-  test("hard links: within and across layers, before their target, to symlinks, onto themselves", async () => {
+  test("FR-69: hard links: within and across layers, before their target, to symlinks, onto themselves", async () => {
     const { root } = await convert(
       layers(
         [
@@ -515,7 +515,7 @@ describe("conversion", () => {
 });
 
 describe("resolve", () => {
-  test("keeps the runtime config and tolerates nulls", async () => {
+  test("FR-77: keeps the runtime config and tolerates nulls", async () => {
     const config = {
       Env: ["PATH=/bin", "EMPTY=", "A=b=c", "invalid"],
       WorkingDir: "/work",
@@ -525,6 +525,9 @@ describe("resolve", () => {
       ExposedPorts: { "80/tcp": {} },
       Volumes: { "/data": {} },
       Labels: { key: "value" },
+      Healthcheck: { Test: ["CMD-SHELL", "true"], Interval: 5 },
+      Shell: ["/bin/bash", "-c"],
+      OnBuild: ["RUN x"],
     };
     const full = await rig.service().resolve(await push(buildImage({ layers: layers([file("x")]), config })));
     expect(full.config).toEqual({
@@ -536,6 +539,9 @@ describe("resolve", () => {
       exposedPorts: ["80/tcp"],
       volumes: ["/data"],
       labels: { key: "value" },
+      healthcheck: ["CMD-SHELL", "true"],
+      shell: ["/bin/bash", "-c"],
+      onBuild: ["RUN x"],
     });
     const nulls = {
       Env: null,
@@ -544,6 +550,9 @@ describe("resolve", () => {
       ExposedPorts: null,
       Volumes: null,
       Labels: null,
+      Healthcheck: null,
+      Shell: null,
+      OnBuild: null,
       User: "",
     };
     for (const empty of [nulls, null]) {
@@ -637,7 +646,7 @@ describe("resolve", () => {
     }
   });
 
-  test("indexes: platform picked, attestations skipped, nesting followed", async () => {
+  test("FR-71: indexes: platform picked, attestations skipped, nesting followed", async () => {
     const mine = buildImage({ layers: layers([file("mine")]) });
     const other = buildImage({ layers: layers([file("other")]), architecture: "s390x" });
     const attestation = buildImage({

@@ -11,6 +11,8 @@ import type { ArchiveMember, CopySource } from "./archive.ts";
 
 const GUEST_PROGRAM = "/proc/1/exe";
 const NOTHING_THERE = 3;
+/** More than a virtual disk holds: whatever sends it is not the agent's program. */
+const MAX_PACK_BYTES = 128 * 1024 ** 3;
 const SPECIAL = /[*?[\\]/;
 
 /** A source of COPY --from: what is packed, and what of it is meant. */
@@ -113,6 +115,7 @@ export async function packFromGuest(
 ): Promise<void> {
   const fd = openSync(target, "wx", 0o600);
   let failed: unknown;
+  let written = 0;
   try {
     const outcome = await agent.run({
       cmd: GUEST_PROGRAM,
@@ -124,6 +127,8 @@ export async function packFromGuest(
       onStdout(chunk) {
         if (failed !== undefined) return;
         try {
+          written += chunk.length;
+          if (written > MAX_PACK_BYTES) throw new Error(`the stage sends more than ${MAX_PACK_BYTES} bytes`);
           for (let at = 0; at < chunk.length; ) at += writeSync(fd, chunk, at);
         } catch (error) {
           failed = error;

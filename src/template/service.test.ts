@@ -273,7 +273,7 @@ test("start and ready commands: ready is polled, an early failure or no readines
   expect(ends.build.status).toBe("ready");
 });
 
-test("a named user that the image lacks is created: by its tools, else by adding to its account files", async () => {
+test("FR-64: a named user that the image lacks is created: by its tools, else by adding to its account files", async () => {
   writeFileSync(join(guestRoot, "etc/group"), "root:x:0:\nstaff:x:1001:");
   const state = await build("users", { steps: [{ type: "USER", args: ["someone"] }] });
   expect(state.build.status).toBe("ready");
@@ -296,7 +296,7 @@ test("a named user that the image lacks is created: by its tools, else by adding
   expect(read("etc/group")).toBe("us:x:1000:\nme:x:1001:\n");
 });
 
-test("bounded: a step that hangs, a VM that dies, a registry that stalls", async () => {
+test("FR-60: bounded: a step that hangs, a VM that dies, a registry that stalls", async () => {
   await templates[Symbol.asyncDispose]();
   templates = open({ buildMs: 300 });
   await templates.start();
@@ -573,7 +573,7 @@ test("COPY: archives are asked for, uploaded and copied; a missing one fails the
   });
 });
 
-test("cached steps: what changed and what follows is run again; force and lost files run all", async () => {
+test("FR-66: cached steps: what changed and what follows is run again; force and lost files run all", async () => {
   const log_ = join(home, "ran");
   const run = (name: string, force = false) => ({
     type: "RUN",
