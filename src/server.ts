@@ -169,6 +169,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     initTimeoutMs: config.envd.initTimeoutSecs * 1000,
     pollMs: config.envd.pollMs,
     mergeCommand: selfCommand("merge-layers"),
+    ...(config.machine.diskRateLimit.enabled ? { diskRateLimit: config.machine.diskRateLimit } : {}),
     log: log.child({ room: "sandbox" }),
   });
   const repository = createPosixRepository({

@@ -22,7 +22,6 @@ const SWITCHES: readonly {
   { key: "p2p.enabled", on: (value) => value === true, part: "the exchange between nodes" },
   { key: "custom_extension.url", on: (value) => value !== undefined, part: "extension hooks" },
   { key: "snapshot.repository_backend", on: (value) => value === "oss", part: "the S3 repository" },
-  { key: "machine.disk_rate_limit.enabled", on: (value) => value === true, part: "the limit of disk rates" },
   { key: "ublk.overlaybd.read_only", on: (value) => value === true, part: "disks without a writable layer" },
 ];
 
@@ -42,7 +41,6 @@ const WITHOUT_EFFECT: readonly string[] = [
   "overlaybd.",
   "image.cache.remote_blocks.",
   "envd.version",
-  "machine.disk_rate_limit.",
   "volume.",
   "pool.block.",
   "pool.firecracker.",

@@ -10,6 +10,7 @@ import type { BlockClient, DeviceInfo, DeviceSpec, ExportKind } from "../storage
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
 import { identityMismatch } from "../vmm/index.ts";
 import type {
+  DriveRateLimit,
   VmDrive,
   VmExit,
   VmHandle,
@@ -73,6 +74,8 @@ export interface SandboxFactoryOptions {
   readonly mergeCommand?: readonly string[];
   /** Lowers under a live disk from which on they are replaced by merged ones. Default 128; tests differ. */
   readonly maxLiveLowers?: number;
+  /** For the root disk of every VM from its next start or resume on. Absent: none. */
+  readonly diskRateLimit?: DriveRateLimit;
   readonly log: Logger;
   /** Port of the agent behind a slot's host address. Default: the guest port; tests differ. */
   readonly agentPort?: number;
@@ -272,7 +275,12 @@ class Factory implements SandboxFactory {
       kernelPath: this.#options.kernelPath,
       initrdPath: this.#options.initrdPath,
       kernelArgs: kernelArguments(slot, spec.extraBootArgs),
-      drives: [rootDrive(device)],
+      drives: [
+        {
+          ...rootDrive(device),
+          ...(this.#options.diskRateLimit === undefined ? {} : { rateLimit: this.#options.diskRateLimit }),
+        },
+      ],
       network: { netnsPath: slot.netnsPath, tapName: slot.tapName, macAddress: slot.macAddress },
       memoryFile: lease.file,
       consoleLogPath: join(workDir, "console.log"),

@@ -93,6 +93,45 @@ describe("command line", () => {
     expect(() => qemuCommand({ ...base, spec: { ...base.spec, drives: many } })).toThrow(AenvError);
   });
 
+  test("a drive with a rate limit is put on a throttle above it; without numbers there is none", () => {
+    const limited = (
+      bandwidthBytesPerSec: number,
+      bandwidthBurstBytes: number,
+      iops: number,
+      iopsBurst: number,
+    ) => {
+      const { spec } = options("10.0.0");
+      const rateLimit = { bandwidthBytesPerSec, bandwidthBurstBytes, iops, iopsBurst };
+      const argv = qemuCommand(
+        options("10.0.0", { spec: { ...spec, drives: [drive(0), { ...drive(1), rateLimit }] } }),
+      );
+      const json = (option: string) =>
+        valueAfter(argv, option).flatMap((text) => (text.startsWith("{") ? [JSON.parse(text)] : []));
+      const groups = json("-object").filter((object) => object["qom-type"] === "throttle-group");
+      const disks = json("-device").flatMap((device) => ("drive" in device ? [device.drive] : []));
+      return { groups, disks, nodes: json("-blockdev").map((node) => node["node-name"]) };
+    };
+    expect(limited(1_000_000, 5_000_000, 200, 0)).toEqual({
+      groups: [
+        {
+          "qom-type": "throttle-group",
+          id: "limits1",
+          limits: {
+            "bps-total": 1_000_000,
+            "bps-total-max": 6_000_000,
+            "iops-total": 200,
+            "iops-total-max": 200,
+          },
+        },
+      ],
+      disks: ["disk0", "limited1"],
+      nodes: ["disk0", "disk1", "limited1"],
+    });
+    expect(limited(0, 0, 7, 2).groups[0].limits).toEqual({ "iops-total": 7, "iops-total-max": 9 });
+    expect(limited(2 ** 63, 0, 0, 0).groups[0].limits).toEqual({ "bps-total": 1e15, "bps-total-max": 1e15 });
+    expect(limited(0, 0, 0, 0)).toMatchObject({ groups: [], disks: ["disk0", "disk1"] });
+  });
+
   test("kernel words of ours give way to the caller's", () => {
     expect(kernelCommandLine(["panic=5", "quiet"], "kvm", 1)).toBe(
       "console=ttyS0 reboot=t pci=off panic=5 quiet",

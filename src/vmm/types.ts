@@ -16,6 +16,17 @@ export interface VmmProbe {
   readonly warnings: readonly string[];
 }
 
+/**
+ * What a guest may do to a drive, reads and writes together. 0: no limit; a burst is what may be done at once
+ * on top of a second's worth, after a time of less.
+ */
+export interface DriveRateLimit {
+  readonly bandwidthBytesPerSec: number;
+  readonly bandwidthBurstBytes: number;
+  readonly iops: number;
+  readonly iopsBurst: number;
+}
+
 export interface VmDrive {
   /** Stable over save and restore: `rootfs`, or the drive's id. */
   readonly driveId: string;
@@ -23,6 +34,8 @@ export interface VmDrive {
   readonly backend:
     | { readonly kind: "nbd"; readonly socketPath: string; readonly exportName: string }
     | { readonly kind: "block"; readonly devicePath: string };
+  /** Holds from this start on, whatever one before it had. */
+  readonly rateLimit?: DriveRateLimit;
 }
 
 export interface VmNetwork {

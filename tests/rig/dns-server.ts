@@ -43,7 +43,8 @@ await Bun.udpSocket({
       socket.send(reply(Buffer.from(bytes)), port, peer);
     },
     error(_socket, error) {
-      console.error(`dns: ${error.message}`);
+      // Without an error: a client that went away before its answer came.
+      if (error !== undefined) console.error(`dns: ${error.message}`);
     },
   },
 });

@@ -1,7 +1,7 @@
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import { runCommand } from "../../src/lib/command.ts";
-import type { RunningSandbox } from "../../src/sandbox/types.ts";
+import type { BootSpec, RunningSandbox } from "../../src/sandbox/types.ts";
 import { createLayerWriter, type LayerRef } from "../../src/storage/overlaybd/index.ts";
 import type { RealNode } from "./real-node.ts";
 
@@ -32,10 +32,16 @@ export async function rootFsOf(dir: string, workDir: string, sizeMiB: number): P
   return { lowers: [{ file, digest }], virtualSizeBytes: sizeMiB * MIB };
 }
 
-export async function bootGuest(node: RealNode, sandboxId: string, rootfs: RootFs): Promise<RunningSandbox> {
+export async function bootGuest(
+  node: RealNode,
+  sandboxId: string,
+  rootfs: RootFs,
+  more: Pick<BootSpec, "egress"> = {},
+): Promise<RunningSandbox> {
   return await node.sandboxes.boot({
     identity: { sandboxId, templateId: "guest-test", envVars: {} },
     shape: { vcpuCount: 1, memoryMiB: 160 },
     rootfs,
+    ...more,
   });
 }

@@ -11,7 +11,8 @@ export function lackingForNamespaces(...tools: string[]): string {
 
 /**
  * Runs a test file in a network and mount namespace of its own, so that nothing of this host is touched and
- * nothing can be left behind. The file checks AENV_NETNS_SUITE.
+ * nothing can be left behind. The file checks AENV_NETNS_SUITE. Lines that begin with "measured:" or "| " are
+ * printed.
  */
 export async function runNetnsSuite(suite: string): Promise<void> {
   const run = Bun.spawn(
@@ -25,7 +26,7 @@ export async function runNetnsSuite(suite: string): Promise<void> {
   ]);
   const output = `${stdout}\n${stderr}`;
   if (exitCode !== 0) console.error(output);
-  for (const line of stdout.split("\n").filter((text) => text.startsWith("measured:"))) console.log(line);
+  for (const line of stdout.split("\n").filter((text) => /^(measured:|\| )/.test(text))) console.log(line);
   expect(exitCode).toBe(0);
   expect(output).toMatch(/\n 0 fail/);
   expect(output).toMatch(/\nRan [1-9]\d* tests/);

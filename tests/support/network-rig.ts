@@ -220,7 +220,9 @@ export async function startAgent(netns: string): Promise<GuestAgent> {
 }
 
 export interface Capture extends AsyncDisposable {
-  /** Waits until what has been sent is in, then the packets so far: `IP A.B.C.D.port > …`, one a line. */
+  /** The packets so far: `IP A.B.C.D.port > …`, one a line. */
+  readonly seen: readonly string[];
+  /** Waits until no more come in, then the packets so far. */
   lines(): Promise<string[]>;
 }
 
@@ -254,6 +256,7 @@ export async function capture(device: string): Promise<Capture> {
   });
   await ready;
   return {
+    seen: lines,
     async lines() {
       for (let count = -1; count !== lines.length; await Bun.sleep(120)) count = lines.length;
       return [...lines];

@@ -13,7 +13,11 @@ import type { ImageService } from "../../src/image/types.ts";
 import { runCommand } from "../../src/lib/command.ts";
 import { createLogger, type Logger } from "../../src/lib/log.ts";
 import { createMemoryService } from "../../src/memory/index.ts";
-import { createNetworkService } from "../../src/network/index.ts";
+import {
+  createNetworkService,
+  type NetworkService,
+  type NetworkServiceOptions,
+} from "../../src/network/index.ts";
 import {
   createOrchestrator,
   type NodeOrchestrator,
@@ -27,6 +31,7 @@ import { type SupervisedBlockd, superviseBlockd } from "../../src/storage/blockd
 import { createLayerWriter } from "../../src/storage/overlaybd/index.ts";
 import { createTemplateService, type TemplateService } from "../../src/template/index.ts";
 import { createQemuDriver } from "../../src/vmm/index.ts";
+import type { DriveRateLimit } from "../../src/vmm/types.ts";
 
 /*
  * The rooms below the API with real VMs, put together as the server does, without its HTTP side and with
@@ -57,11 +62,12 @@ export function testDeps(): string | undefined {
   return undefined;
 }
 
-async function busyboxImage(dir: string): Promise<ImageService> {
+async function busyboxImage(dir: string, programs: Readonly<Record<string, string>>): Promise<ImageService> {
   const root = join(dir, "root");
   for (const name of ["bin", "etc", "root"]) mkdirSync(join(root, name), { recursive: true });
   copyFileSync(Bun.which("busybox")!, join(root, "bin/busybox"));
   for (const name of APPLETS) symlinkSync("busybox", join(root, "bin", name));
+  for (const [name, file] of Object.entries(programs)) copyFileSync(file, join(root, "bin", name));
   writeFileSync(join(root, "etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n");
   writeFileSync(join(root, "etc/group"), "root:x:0:\n");
   const raw = join(dir, "root.ext4");
@@ -94,6 +100,7 @@ async function busyboxImage(dir: string): Promise<ImageService> {
 export interface RealNode extends AsyncDisposable {
   readonly home: string;
   readonly runtimeDir: string;
+  readonly network: NetworkService;
   readonly sandboxes: SandboxFactory;
   readonly repository: SnapshotRepository;
   readonly templates: TemplateService;
@@ -116,6 +123,10 @@ export async function startRealNode(options: {
   readonly log?: Logger;
   readonly orchestrator?: Partial<OrchestratorOptions>;
   readonly maxLiveLowers?: number;
+  readonly network?: Partial<NetworkServiceOptions>;
+  readonly diskRateLimit?: DriveRateLimit;
+  /** Static programs for the image's /bin: name to file. */
+  readonly programs?: Readonly<Record<string, string>>;
 }): Promise<RealNode> {
   const log = options.log ?? createLogger("test");
   if (options.log === undefined) log.level = process.env.AENV_TEST_LOG ?? "silent";
@@ -150,6 +161,7 @@ export async function startRealNode(options: {
         hostInteractionCidr: `10.${options.pool}.0.0/16`,
         vethCidr: `10.${options.pool + 1}.0.0/16`,
         alwaysDeniedCidrs: [],
+        ...options.network,
       },
       log,
     ),
@@ -166,6 +178,7 @@ export async function startRealNode(options: {
     initTimeoutMs: 60_000,
     pollMs: 3,
     mergeCommand: [process.execPath, join(ROOT, "src/main.ts"), "merge-layers"],
+    ...(options.diskRateLimit === undefined ? {} : { diskRateLimit: options.diskRateLimit }),
     ...(options.maxLiveLowers === undefined ? {} : { maxLiveLowers: options.maxLiveLowers }),
     log,
   });
@@ -189,7 +202,7 @@ export async function startRealNode(options: {
   mkdirSync(imageDir, { recursive: true });
   const templates = createTemplateService({
     repository,
-    images: await busyboxImage(imageDir),
+    images: await busyboxImage(imageDir, options.programs ?? {}),
     sandboxes,
     defaults: { cpuCount: 1, memoryMiB: 192, defaultImage: "busybox" },
     maxConcurrentBuilds: 1,
@@ -200,6 +213,7 @@ export async function startRealNode(options: {
   return {
     home,
     runtimeDir,
+    network,
     sandboxes,
     repository,
     templates,
