@@ -131,7 +131,14 @@ interface StepRun {
   /** As the client is shown it. */
   readonly number: string;
   readonly archives: ReadonlyMap<string, string>;
-  stage(index: number): Promise<Stage>;
+  readonly stages: Stages;
+}
+
+/** The other stages of a build, each run when a COPY first needs it and stopped when none does any more. */
+interface Stages {
+  get(index: number): Promise<Stage>;
+  /** A COPY of it is done, or came from the cache. */
+  used(index: number): Promise<void>;
 }
 
 /** A command of the template, as it is run and as it is told. */
@@ -183,18 +190,27 @@ export class Build {
     const base = await inStep("base", () => this.#base(stack));
     const last = this.#plan("", base, steps, request.steps, plans);
     const archives = await this.#archives([...plans, last], stack);
-    const stages = new Map<number, Promise<Stage>>();
-    const stage = (index: number): Promise<Stage> => {
-      const plan = plans[index];
-      assert(plan !== undefined, `stage ${index} is one of the build`);
-      let built = stages.get(index);
-      if (built === undefined) {
-        built = this.#stage(plan, archives, stage, stack);
-        stages.set(index, built);
-      }
-      return built;
+    const built = new Map<number, Promise<Stage>>();
+    const copies = new Map<number, number>();
+    for (const step of [...plans, last].flatMap((plan) => plan.steps)) {
+      const from = sourceStage(step);
+      if (from !== undefined) copies.set(from, (copies.get(from) ?? 0) + 1);
+    }
+    const stages: Stages = {
+      get: (index) => {
+        const plan = plans[index];
+        assert(plan !== undefined, `stage ${index} is one of the build`);
+        const stage = built.get(index) ?? this.#stage(plan, archives, stages, stack);
+        built.set(index, stage);
+        return stage;
+      },
+      used: async (index) => {
+        const left = (copies.get(index) ?? 1) - 1;
+        copies.set(index, left);
+        if (left === 0) await (await built.get(index))?.running.stop();
+      },
     };
-    const { guest, running, state, alive } = await this.#stage(last, archives, stage, stack);
+    const { guest, running, state, alive } = await this.#stage(last, archives, stages, stack);
 
     const { context } = state;
     const { start, ready } = this.#commands(state);
@@ -221,7 +237,7 @@ export class Build {
   async #stage(
     plan: Plan,
     archives: ReadonlyMap<string, string>,
-    stage: (index: number) => Promise<Stage>,
+    stages: Stages,
     stack: AsyncDisposableStack,
   ): Promise<Stage> {
     const { log, templateId } = this.#order;
@@ -241,10 +257,12 @@ export class Build {
       const title = `[${number}/${steps.length}] ${describeStep(step)}`;
       if (index < done) {
         log.add("info", `CACHED ${title}`, number);
+        const from = sourceStage(step);
+        if (from !== undefined) await stages.used(from);
         continue;
       }
       log.add("info", title, number);
-      const run: StepRun = { guest, running, state, number, archives, stage };
+      const run: StepRun = { guest, running, state, number, archives, stages };
       await inStep(number, async () => {
         await alive(this.#guestStep(step, run), number);
         if (changesGuest(step)) await alive(this.#remember(running, identity, keys[index]!, number), number);
@@ -399,7 +417,7 @@ export class Build {
         : chainKey(base.key, ["dockerfile", request.dockerfile.escape]);
     const keys: string[] = [];
     for (const step of steps) {
-      const from = step.type === "COPY" || step.type === "ADD" ? step.from : undefined;
+      const from = sourceStage(step);
       const source = from === undefined ? undefined : earlier[from]?.finalKey;
       keys.push(chainKey(keys.at(-1) ?? start, source === undefined ? step : [step, source]));
     }
@@ -536,13 +554,14 @@ export class Build {
   async #copyFromStage(step: CopyStep, from: number, run: StepRun): Promise<void> {
     const { guest, running, number } = run;
     const target = await this.#target(step, run);
-    const stage = await run.stage(from);
+    const stage = await run.stages.get(from);
     await using scratch = new AsyncDisposableStack();
     const archive = this.#parts.files.scratchPath();
     scratch.defer(() => removeTree(archive));
     const source = stageSource(step.source);
     const options = { timeoutMs: this.#remaining(), signal: this.#signal };
     await stage.alive(packFromGuest(stage.guest.agent, source, archive, options), number);
+    await run.stages.used(from);
     const { members } = await listArchive(archive, NO_LIMITS, this.#signal);
     const sources = matchSources(members, source);
     let [entries, bytes] = [0, 0];
@@ -646,6 +665,10 @@ export class Build {
       await unlessFailed(Bun.sleep(Math.min(limits.readyPollMs, Math.max(1, deadline - performance.now()))));
     }
   }
+}
+
+function sourceStage(step: Step): number | undefined {
+  return step.type === "COPY" || step.type === "ADD" ? step.from : undefined;
 }
 
 /** Steps worth a cache entry; the others are context, or done again in no time. */
