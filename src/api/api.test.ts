@@ -73,6 +73,7 @@ function fakeOrchestrator() {
         metadata: request.metadata,
         envVars: request.envVars,
         ...(request.network === undefined ? {} : { network: request.network }),
+        ...(request.origin === undefined ? {} : { origin: request.origin }),
         cpuCount: 2,
         memoryMiB: 512,
         diskSizeMiB: 65536,
@@ -226,18 +227,19 @@ let front: Front;
 let base: string;
 const fake = fakeOrchestrator();
 const fakes = fakeTemplates();
+const apiOptions = {
+  orchestrator: fake.orchestrator,
+  templates: fakes.templates,
+  observer,
+  apiKeys: [API_KEY],
+  defaultTimeoutSeconds: 15,
+  sandboxProxyDomains: [],
+  version: "1.2.3",
+  log,
+};
 
 beforeAll(() => {
-  api = createControlApi({
-    orchestrator: fake.orchestrator,
-    templates: fakes.templates,
-    observer,
-    apiKeys: [API_KEY],
-    defaultTimeoutSeconds: 15,
-    sandboxProxyDomains: [],
-    version: "1.2.3",
-    log,
-  });
+  api = createControlApi(apiOptions);
   front = startFront({
     hostname: "127.0.0.1",
     port: 0,
@@ -638,6 +640,25 @@ describe("idempotency keys", () => {
     expect((await create("k4", { templateID: "missing" })).status).toBe(404);
     expect((await create("k4", { templateID: "base" })).status).toBe(201);
     expect((await create("x".repeat(256), { templateID: "base" })).status).toBe(400);
+  });
+
+  test("what was made is found again by the next server, which never heard of the call", async () => {
+    const headers = { "idempotency-key": "before-the-crash", "x-api-key": API_KEY };
+    const first = await call("POST", "/v2/sandboxes", { templateID: "base", metadata: { a: "1" } }, headers);
+    const { handle } = createControlApi(apiOptions);
+    const post = (path: string, body: object) =>
+      handle(new Request(`http://localhost${path}`, { method: "POST", headers, body: JSON.stringify(body) }));
+    const again = await post("/v2/sandboxes", { templateID: "base", metadata: { a: "1" } });
+    expect([again.status, again.headers.get("idempotency-replayed")]).toEqual([201, "true"]);
+    expect(await again.json()).toEqual(first.json);
+    expect((await post("/v2/sandboxes", { templateID: "base" })).status).toBe(422);
+    const other = await post("/sandboxes", { templateID: "base" });
+    expect(((await other.json()) as { sandboxID: string }).sandboxID).not.toBe(first.json.sandboxID);
+    // Nobody is shown the key.
+    expect(JSON.stringify((await call("GET", `/sandboxes/${first.json.sandboxID}`)).json)).not.toContain(
+      "crash",
+    );
+    expect(JSON.stringify((await call("GET", "/v2/sandboxes")).json)).not.toContain("before-the-crash");
   });
 
   test("kept for a time and in number", async () => {

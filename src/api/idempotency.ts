@@ -1,5 +1,6 @@
 import { createHash } from "node:crypto";
 import { AenvError } from "../lib/errors.ts";
+import type { SandboxOrigin } from "../orchestrator/types.ts";
 import { badRequest } from "./errors.ts";
 import type { RouteReply } from "./route.ts";
 
@@ -12,10 +13,31 @@ interface Remembered {
   expiresMs: number;
 }
 
+/** What an earlier server, which is not there any more, made of a request with this key. */
+export interface Recalled {
+  readonly fingerprint: string;
+  readonly createdMs: number;
+  readonly reply: RouteReply;
+}
+
+function sameRequest(before: string, now: string): void {
+  if (before === now) return;
+  throw new AenvError({
+    code: "idempotency_key_reused",
+    status: 422,
+    message: "the Idempotency-Key was used before with another request body",
+    remediation: "use a new key for a new request",
+  });
+}
+
+function replayed(reply: RouteReply): RouteReply {
+  return { ...reply, headers: { ...reply.headers, "idempotency-replayed": "true" } };
+}
+
 /**
  * `Idempotency-Key` on calls that create: the same key and body give the same answer, however often and
  * however concurrently they are sent. Failures are not remembered: a retry may succeed. Kept in memory,
- * bounded in time and number.
+ * bounded in time and number; what is made with a key keeps it, for the next server to recall.
  */
 export class IdempotentCalls {
   readonly #calls = new Map<string, Remembered>();
@@ -29,12 +51,13 @@ export class IdempotentCalls {
     this.#now = now;
   }
 
-  /** `scope` is the endpoint; a key means nothing on another one. */
+  /** `scope` is the endpoint; a key means nothing on another one. `work` gets what to keep with the result. */
   async run(
     scope: string,
     request: Request,
     body: unknown,
-    work: () => Promise<RouteReply>,
+    work: (origin?: SandboxOrigin) => Promise<RouteReply>,
+    recall: (key: string) => Recalled | undefined = () => undefined,
   ): Promise<RouteReply> {
     const key = request.headers.get("idempotency-key");
     if (key === null) return work();
@@ -45,25 +68,23 @@ export class IdempotentCalls {
     const fingerprint = createHash("sha256").update(JSON.stringify(body)).digest("hex");
     const earlier = this.#calls.get(id);
     if (earlier !== undefined && earlier.expiresMs > this.#now()) {
-      if (earlier.fingerprint !== fingerprint) {
-        throw new AenvError({
-          code: "idempotency_key_reused",
-          status: 422,
-          message: "the Idempotency-Key was used before with another request body",
-          remediation: "use a new key for a new request",
-        });
-      }
-      const reply = await earlier.reply;
-      return { ...reply, headers: { ...reply.headers, "idempotency-replayed": "true" } };
+      sameRequest(earlier.fingerprint, fingerprint);
+      return replayed(await earlier.reply);
+    }
+    const recalled = recall(id);
+    if (recalled !== undefined && recalled.createdMs + this.#keepMs > this.#now()) {
+      sameRequest(recalled.fingerprint, fingerprint);
+      return replayed(recalled.reply);
     }
     this.#makeRoom();
-    const call: Remembered = { fingerprint, reply: work(), expiresMs: Number.POSITIVE_INFINITY };
+    const reply = work({ key: id, fingerprint });
+    const call: Remembered = { fingerprint, reply, expiresMs: Number.POSITIVE_INFINITY };
     this.#calls.delete(id);
     this.#calls.set(id, call);
     try {
-      const reply = await call.reply;
+      const answer = await reply;
       call.expiresMs = this.#now() + this.#keepMs;
-      return reply;
+      return answer;
     } catch (error) {
       if (this.#calls.get(id) === call) this.#calls.delete(id);
       throw error;

@@ -1,7 +1,7 @@
 import type { z } from "zod";
 import { AenvError } from "../lib/errors.ts";
 import { isUuid } from "../lib/ids.ts";
-import type { CreateSandboxRequest, SandboxRecord } from "../orchestrator/types.ts";
+import type { CreateSandboxRequest, SandboxOrigin, SandboxRecord } from "../orchestrator/types.ts";
 import type { PhaseTimings } from "../sandbox/types.ts";
 import { badRequest } from "./errors.ts";
 import { IdempotentCalls } from "./idempotency.ts";
@@ -138,7 +138,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
     timeout: number | undefined,
     secure: boolean,
     allowInternetAccess: boolean | undefined,
+    origin: SandboxOrigin | undefined,
   ) => ({
+    ...(origin === undefined ? {} : { origin }),
     timeoutSeconds: timeout ?? defaultTimeoutSeconds,
     onTimeout: body.autoPause ? ("pause" as const) : ("kill" as const),
     autoResume: body.autoResume?.enabled ?? false,
@@ -152,8 +154,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
     body: WarmBody,
     timeout: number | undefined,
     secure: boolean,
+    origin: SandboxOrigin | undefined,
   ): CreateSandboxRequest => ({
-    ...wishesOf(body, timeout, secure, body.allow_internet_access),
+    ...wishesOf(body, timeout, secure, body.allow_internet_access, origin),
     template: body.templateID,
     ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
   });
@@ -164,7 +167,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
     readonly summary: string;
     readonly body: z.ZodType<Body>;
     readonly errors: readonly number[];
-    readonly start: (body: Body) => Promise<SandboxRecord>;
+    readonly start: (body: Body, origin: SandboxOrigin | undefined) => Promise<SandboxRecord>;
   }): Route =>
     route<z.ZodObject<Record<never, never>>, z.ZodType<Body>>({
       method: "POST",
@@ -177,17 +180,26 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       errors: given.errors,
       run: async ({ request, body }) => {
         refuseUnsupported(body);
-        return idempotent.run(`POST ${given.path}`, request, body, async (): Promise<RouteReply> => {
-          const record = await given.start(body);
-          return {
-            status: 201,
-            json: started(record),
-            headers: {
-              "x-agentenv-sandbox-id": record.id,
-              ...serverTiming(orchestrator.timings(record.id).create),
-            },
-          };
+        const reply = (record: SandboxRecord): RouteReply => ({
+          status: 201,
+          json: started(record),
+          headers: {
+            "x-agentenv-sandbox-id": record.id,
+            ...serverTiming(orchestrator.timings(record.id).create),
+          },
         });
+        return idempotent.run(
+          `POST ${given.path}`,
+          request,
+          body,
+          async (origin) => reply(await given.start(body, origin)),
+          (key) => {
+            const made = orchestrator.list().find((record) => record.origin?.key === key);
+            if (made?.origin === undefined) return undefined;
+            const { fingerprint } = made.origin;
+            return { fingerprint, createdMs: Date.parse(made.startedAt), reply: reply(made) };
+          },
+        );
       },
     });
 
@@ -214,24 +226,25 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       summary: "Start a sandbox from a template or snapshot",
       body: schema.NewSandbox,
       errors: [400, 422, 429],
-      start: (body) => orchestrator.create(fromTemplate(body, body.timeout, body.secure)).catch(asBadRequest),
+      start: (body, origin) =>
+        orchestrator.create(fromTemplate(body, body.timeout, body.secure, origin)).catch(asBadRequest),
     }),
     createRoute({
       path: "/v2/sandboxes",
       summary: "Start a secured sandbox from a template or snapshot",
       body: schema.NewSandboxV2,
       errors: [400, 404, 422, 429],
-      start: (body) => orchestrator.create(fromTemplate(body, body.timeout, true)),
+      start: (body, origin) => orchestrator.create(fromTemplate(body, body.timeout, true, origin)),
     }),
     createRoute({
       path: "/sandboxes-cold",
       summary: "Boot a sandbox from an image, without a template",
       body: schema.NewColdSandbox,
       errors: [400, 422, 429, 502, 507],
-      start: (body) =>
+      start: (body, origin) =>
         orchestrator
           .createCold({
-            ...wishesOf(body, body.timeout, body.secure, body.allowInternetAccess),
+            ...wishesOf(body, body.timeout, body.secure, body.allowInternetAccess, origin),
             image: body.image,
             ...(body.cpuCount === undefined ? {} : { cpuCount: body.cpuCount }),
             ...(body.memoryMB === undefined ? {} : { memoryMiB: body.memoryMB }),

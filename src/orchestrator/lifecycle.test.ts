@@ -357,7 +357,8 @@ describe("snapshot", () => {
 
 describe("adoption", () => {
   test("running sandboxes of a killed server are found with deadline, metadata and tokens, and go on", async () => {
-    const plain = await orchestrator.create(request({ metadata: { n: "1" } }));
+    const origin = { key: "POST /x 1", fingerprint: "f" };
+    const plain = await orchestrator.create(request({ metadata: { n: "1" }, origin }));
     const moved = await orchestrator.create(request());
     await orchestrator.setTimeout(moved.id, 50);
     await orchestrator.connect(moved.id, 40);
@@ -370,6 +371,8 @@ describe("adoption", () => {
     await orchestrator.kill(killed.id);
     const [fork] = await orchestrator.fork(plain.id, { count: 1 });
     if (!("record" in fork!)) throw new Error("no child");
+    // Its request was another one.
+    expect(fork.record.origin).toBeUndefined();
     const before = orchestrator.list();
     abandon(orchestrator);
     expect(hasTokenProtectedSandboxes(join(home, "state.db"))).toBeTrue();
@@ -377,6 +380,7 @@ describe("adoption", () => {
     expect(await next.start()).toEqual({ paused: 1, adopted: 4, lost: [] });
     const sorted = (records: typeof before) => records.toSorted((a, b) => (a.id < b.id ? -1 : 1));
     expect(sorted(next.list())).toEqual(sorted(before));
+    expect(next.get(plain.id).origin).toEqual(origin);
     expect(next.get(moved.id).endAt).toBe(new Date(nowMs + 50_000).toISOString());
     expect(factory.of(plain.id)?.identity.accessToken).toBe(next.accessToken(plain.id));
     expect(next.route(plain.id).kind).toBe("ready");

@@ -1104,7 +1104,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     index: number,
   ): Promise<ForkOutcome> {
     const now = this.#now();
-    const { unresponsiveSince: _, ...inherited } = source.record;
+    const { unresponsiveSince: _, origin: __, ...inherited } = source.record;
     const deadlineMs = now + timeoutSeconds * 1000;
     const child = newEntry({
       id: newId(),

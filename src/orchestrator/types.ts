@@ -51,8 +51,17 @@ export interface SandboxRecord {
   readonly memoryMiB: number;
   readonly diskSizeMiB: number;
   readonly envdVersion: string;
+  readonly origin?: SandboxOrigin;
   /** Since when the guest's agent has not answered; absent while it does. ISO 8601. */
   readonly unresponsiveSince?: string;
+}
+
+/** The request a sandbox was made by, where that may be repeated. Kept with it, so that it outlives the server. */
+export interface SandboxOrigin {
+  /** What makes the request the same one. */
+  readonly key: string;
+  /** Of what it asked for. */
+  readonly fingerprint: string;
 }
 
 interface SandboxWishes {
@@ -64,6 +73,7 @@ interface SandboxWishes {
   readonly envVars: Readonly<Record<string, string>>;
   readonly network?: NetworkConfig;
   readonly allowInternetAccess?: boolean;
+  readonly origin?: SandboxOrigin;
 }
 
 export interface CreateSandboxRequest extends SandboxWishes {
