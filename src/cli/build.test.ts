@@ -1,4 +1,7 @@
 import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
+import { mkdirSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { type Build, CliRig } from "../../tests/support/cli-rig.ts";
 import { Api } from "./api.ts";
 import { followBuild, templateNameOf } from "./build.ts";
@@ -24,6 +27,113 @@ function working(): { readonly build: Promise<Build> } {
   rig.onBuild = resolve;
   return { build: promise };
 }
+
+describe("aenv build", () => {
+  let context: string;
+  beforeAll(() => {
+    context = mkdtempSync(join(tmpdir(), "image6-build-"));
+    mkdirSync(join(context, "src"));
+    writeFileSync(join(context, "src/main.py"), "print(1)\n");
+    writeFileSync(join(context, "src/notes.md"), "not this\n");
+    writeFileSync(join(context, ".dockerignore"), "**/*.md\n");
+    const text = `ARG V=1
+FROM golang:$V AS tools
+RUN make
+FROM debian
+STOPSIGNAL SIGTERM
+COPY --chown=1:2 src /app/
+COPY --from=tools /bin/x /bin/
+CMD ["a", "b c"]
+`;
+    writeFileSync(join(context, "Dockerfile"), text);
+  });
+  afterAll(() => rmSync(context, { recursive: true, force: true }));
+
+  test("sends the stages' steps and the files that are not there yet; the log is shown", async () => {
+    const { build } = working();
+    const run = rig.aenv(["build", context, "--name", "app", "--build-arg", "V=2", "--memory", "512"]);
+    const it = await build;
+    it.logs.push(entry("[1/3] COPY src"), entry("said by it", "warn"));
+    it.status = "ready";
+    const { code, out, err } = await run;
+    expect({ code, err }).toEqual({
+      code: 0,
+      err: expect.stringContaining("note: line 5: STOPSIGNAL has no"),
+    });
+    const id = [...rig.templates.keys()].at(-1);
+    expect(out).toBe(`Created template ${id} (build ${id})\nTemplate ${id} is ready.\n`);
+    expect(err).toContain("said by it\n");
+    const [hash] = [...rig.uploads.keys()];
+    expect(it.request).toEqual({
+      fromImage: "debian",
+      dockerfile: { escape: "\\" },
+      stages: [{ name: "tools", fromImage: "golang:2", steps: [{ type: "RUN", args: ["make"] }] }],
+      steps: [
+        { type: "COPY", args: ["content", "/app/", "1:2", ""], filesHash: hash! },
+        { type: "COPY", args: ["/bin/x", "/bin/", "", ""], from: 0 },
+        { type: "CMD", args: ["a", "b c"], exec: true },
+      ],
+    });
+    const tar = Bun.gunzipSync(Uint8Array.from(rig.uploads.get(hash!)!));
+    expect(Buffer.from(tar).toString("latin1")).toContain("content/main.py");
+    expect(Buffer.from(tar).toString("latin1")).not.toContain("notes.md");
+
+    // The second time the files are there.
+    rig.uploads.set(hash!, Buffer.from("kept"));
+    const { build: second } = working();
+    const again = rig.aenv(["build", context, "--name", "app", "--start-cmd", ""]);
+    const next = await second;
+    next.status = "ready";
+    expect((await again).code).toBe(0);
+    expect(rig.uploads.get(hash!)!.toString()).toBe("kept");
+    expect(next.request).toMatchObject({ startCmd: "" });
+  });
+
+  test("Ctrl-C and a deadline cancel the build", async () => {
+    const { build } = working();
+    const terminal = rig.terminal(`trap : INT; aenv build ${context} --name app; echo "[rc $?]"`);
+    const it = await build;
+    it.logs.push(entry("step one"));
+    await terminal.shows("step one");
+    terminal.type("\x03");
+    await terminal.shows("[rc 130]");
+    expect(terminal.screen()).toContain("Build cancelled.");
+    expect(it.status).toBe("error");
+
+    const { build: late } = working();
+    const run = await rig.aenv(["build", context, "--name", "app", "--timeout", "1"]);
+    expect(run.code).toBe(1);
+    expect(run.err).toEndWith("Error: the build did not end within 1 s and was cancelled\n");
+    expect((await late).status).toBe("error");
+  });
+
+  test("what is wrong is told before anything is sent", async () => {
+    const before = rig.templates.size;
+    const cases: [string[], number, RegExp][] = [
+      [[context], 2, /name/],
+      [[`${context}/nothing`, "--name", "x"], 2, /is not a directory/],
+      [["https://example.com/x.git", "--name", "x"], 2, /must be a local directory/],
+      [[context, "--name", "x", "-f", "nowhere"], 1, /cannot read the Dockerfile nowhere/],
+      [[context, "--name", "x", "--build-arg", "1=2"], 2, /is not a name of a variable/],
+      [[context, "--name", "x", "--progress", "loud"], 2, /progress/],
+    ];
+    for (const [args, code, words] of cases) {
+      const run = await rig.aenv(["build", ...args]);
+      expect({ args, code: run.code, err: run.err }).toEqual({
+        args,
+        code,
+        err: expect.stringMatching(words),
+      });
+    }
+    writeFileSync(join(context, "Wrong"), "FROM debian\nCOPY gone /\n");
+    const wrong = await rig.aenv(["build", context, "--name", "x", "-f", join(context, "Wrong")]);
+    expect(wrong).toMatchObject({
+      code: 1,
+      err: expect.stringContaining("Wrong:2: the context has no gone"),
+    });
+    expect(rig.templates.size).toBe(before);
+  });
+});
 
 describe("aenv pull", () => {
   test("piped: plain lines with the log, no control sequences", async () => {

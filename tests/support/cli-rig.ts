@@ -64,6 +64,8 @@ export class CliRig implements AsyncDisposable {
   readonly dir = mkdtempSync("/tmp/cli-test-");
   readonly records = new Map<string, SandboxRecord>();
   readonly builds = new Map<string, Build>();
+  /** Archives of COPY steps by their hash. */
+  readonly uploads = new Map<string, Buffer>();
   readonly templates = new Map<string, SnapshotRecord>();
   readonly calls: string[] = [];
   /** What happens to a build when it is started. */
@@ -450,6 +452,17 @@ export class CliRig implements AsyncDisposable {
         const { source } = current(buildId);
         if (source.kind !== "template") throw new Error("not a build");
         return { record, build: source.build, logs: this.builds.get(buildId)!.logs };
+      },
+      hasFiles: async (_templateId, hash) => this.uploads.has(hash),
+      putFiles: async (_templateId, hash, body) => {
+        const chunks: Uint8Array[] = [];
+        for await (const chunk of body) chunks.push(Uint8Array.from(chunk));
+        this.uploads.set(hash, Buffer.concat(chunks));
+      },
+      cancel: async (_templateId, buildId) => {
+        const build = this.builds.get(buildId)!;
+        build.status = "error";
+        build.reason = { message: "the build was cancelled" };
       },
       list: async () => [...this.templates.keys()].map(current),
       resolve: async (name) => resolve(name),
