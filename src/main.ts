@@ -36,7 +36,9 @@ async function runProgram(argv: string[]): Promise<number> {
     }
     case "layer": {
       const { layerMain } = await import("./storage/overlaybd/index.ts");
-      return layerMain(rest);
+      return layerMain(rest, undefined, undefined, {
+        applyLayer: async (job) => (await import("./image/index.ts")).applyLayer(job),
+      });
     }
     case "setup": {
       const { setupMain } = await import("./setup/index.ts");

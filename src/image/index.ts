@@ -1,5 +1,6 @@
 /** The image room: references, registries, layouts, and their layers as overlaybd commits. */
 export { openLayerTar } from "./decompress.ts";
+export { applyLayer } from "./layer-apply.ts";
 export { type CopyTarget, OpStreamWriter } from "./opstream.ts";
 export { formatReference, parseReference } from "./reference.ts";
 export { createImageService, type ImageServiceDeps } from "./service.ts";

@@ -3,6 +3,7 @@ import type { WorkerOptions } from "./worker-protocol.ts";
 
 export { type BlockClientOptions, connectBlockd } from "./client.ts";
 export { chooseExport, probeUblk, type UblkVerdict } from "./disk-export.ts";
+export { exportLocally, type LocalExport } from "./local.ts";
 export * from "./protocol.ts";
 export { type StartingBlockd, type SupervisedBlockd, startBlockd, superviseBlockd } from "./supervisor.ts";
 

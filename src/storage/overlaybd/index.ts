@@ -10,5 +10,6 @@ export { createLayerWriter } from "./layer-writer.ts";
 export { commitUpper, mergeLayers } from "./merge.ts";
 export { planMerge, startMerge } from "./merge-job.ts";
 export { createUpper, openStack, type StackOptions } from "./stack.ts";
+export type { LayerHelpers } from "./tool/command.ts";
 export { layerMain } from "./tool/index.ts";
 export type * from "./types.ts";

@@ -210,6 +210,24 @@ export interface MergeJob extends Disposable {
   finish(): LayerRef;
 }
 
+/** What `agentenv layer apply` asks the image room for. */
+export interface ApplyJob {
+  /** With an upper that exists. */
+  readonly image: ImageConfig;
+  /** Path of the layer's tar: plain, gzip or zstd. */
+  readonly tar: string;
+  /** Make the ext4 file system first, with this UUID. */
+  readonly formatUuid?: string;
+}
+
+export interface ApplyOutcome {
+  readonly entries: number;
+  readonly dataBytes: number;
+  /** Extended attributes that ext4 has no place for. */
+  readonly skippedXattrs: number;
+  readonly tarBytes: number;
+}
+
 export interface OverlaybdRoom {
   openStack(config: ImageConfig): LayerStack;
   /** Creates an empty upper (log-structured pair or sparse file) of the given size; 0 inherits. */

@@ -1,5 +1,6 @@
 import { type ParseArgsOptionsConfig, parseArgs } from "node:util";
 import { AenvError } from "../../../lib/errors.ts";
+import type { ApplyJob, ApplyOutcome } from "../types.ts";
 
 /** A mistake in the command line: exit code 2. */
 export class UsageError extends Error {}
@@ -27,6 +28,12 @@ export interface Invocation {
   bytes(flag: string): number | undefined;
   readonly json: boolean;
   readonly output: Output;
+  readonly helpers: LayerHelpers;
+}
+
+/** What commands need of the rooms above this one. */
+export interface LayerHelpers {
+  readonly applyLayer?: (job: ApplyJob) => Promise<ApplyOutcome>;
 }
 
 /** One command: the only source of its parsing and its help. */
@@ -92,6 +99,7 @@ export async function runCommand(
   command: LayerCommand,
   argv: readonly string[],
   output: Output,
+  helpers: LayerHelpers,
 ): Promise<number> {
   const flags = { ...command.flags, ...COMMON_FLAGS };
   const options: ParseArgsOptionsConfig = { help: { type: "boolean", short: "h" } };
@@ -132,6 +140,7 @@ export async function runCommand(
     },
     json: values.json === true,
     output,
+    helpers,
   });
 }
 

@@ -1,4 +1,4 @@
-import { closeSync, createReadStream, openSync } from "node:fs";
+import { closeSync, createReadStream, existsSync, openSync } from "node:fs";
 import { hostDisk, readBytes } from "../disk.ts";
 import { badRequest } from "../errors.ts";
 import { OutputFile } from "../layer-writer.ts";
@@ -15,6 +15,7 @@ import type { LayerRef, LayerStack, UpperMode } from "../types.ts";
 import { decodeZFileBlock, ZFILE_BLOCK_BYTES, ZFLAG_OVERWRITTEN } from "../zfile/format.ts";
 import { looksLikeZFile } from "../zfile/reader.ts";
 import { IncompressibleBlock, ZFILE_SAFE_BLOCK_SIZE, ZFileWriter } from "../zfile/writer.ts";
+import { bench } from "./bench.ts";
 import { type Invocation, type LayerCommand, UsageError } from "./command.ts";
 import {
   COMMIT_FLAGS,
@@ -27,6 +28,7 @@ import {
 } from "./refs.ts";
 
 const COPY_BYTES = 1 << 20;
+const UUID = /^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;
 
 const MODES: Readonly<Record<string, UpperMode>> = {
   log: "logStructured",
@@ -167,6 +169,56 @@ const commit: LayerCommand = {
     const [data, target] = invocation.files;
     const ref = commitUpper(upperRef(data!, invocation.text("index")), target!, commitOptions(invocation));
     return printLayer(invocation, "committed", ref);
+  },
+};
+
+const apply: LayerCommand = {
+  name: "apply",
+  files: "DATA TAR",
+  summary: "Unpack the tar of an OCI layer into the ext4 file system of a writable layer",
+  details:
+    "TAR may be compressed with gzip or zstd. Whiteouts delete what the layers below have. The layers below are named " +
+    "with --lower; the first layer of an image gets its file system with --mkfs. Everything is on stable storage at " +
+    "the end; a failure leaves the writable layer with a part of it.",
+  count: [2, 2],
+  flags: {
+    ...UPPER_FLAGS,
+    lower: { value: "LAYER", help: "a layer below, bottom first", repeat: true },
+    mkfs: { help: "make the file system first" },
+    "fs-uuid": { value: "UUID", help: "uuid of the file system that --mkfs makes (default: random)" },
+  },
+  examples: [
+    "apply upper.data layer.tar.gz --mkfs",
+    "apply upper.data layer2.tar --lower base.lsmt && agentenv layer commit upper.data layer2.lsmt",
+  ],
+  async run(invocation) {
+    const { applyLayer } = invocation.helpers;
+    if (applyLayer === undefined) throw new UsageError("apply is not part of this program");
+    const [data, tar] = invocation.files;
+    const mkfs = invocation.has("mkfs");
+    const fsUuid = invocation.text("fs-uuid");
+    if (fsUuid !== undefined && !mkfs) throw new UsageError("--fs-uuid goes with --mkfs");
+    if (fsUuid !== undefined && !UUID.test(fsUuid)) throw new UsageError(`--fs-uuid: ${fsUuid} is no UUID`);
+    const upper = upperRef(data!, invocation.text("index"));
+    const image = { lowers: invocation.list("lower").map((file) => ({ file })), upper };
+    // Says what is wrong with the layers before anything is begun.
+    openUpper(image)[Symbol.dispose]();
+    if (!existsSync(tar!)) throw new UsageError(`there is no file ${tar}`);
+    const outcome = await applyLayer({
+      image,
+      tar: tar!,
+      ...(mkfs ? { formatUuid: fsUuid ?? crypto.randomUUID() } : {}),
+    });
+    if (invocation.json) invocation.output.json(outcome);
+    else {
+      invocation.output.text(
+        `applied ${outcome.entries} entries, ${outcome.dataBytes} bytes of file content`,
+      );
+      if (outcome.skippedXattrs > 0) {
+        invocation.output.text(`${outcome.skippedXattrs} extended attributes have no place in ext4`);
+      }
+    }
+    return 0;
   },
 };
 
@@ -603,10 +655,12 @@ export const LAYER_COMMANDS: readonly LayerCommand[] = [
   write,
   commit,
   seal,
+  apply,
   merge,
   inspect,
   verify,
   convert,
   diff,
   cat,
+  bench,
 ];

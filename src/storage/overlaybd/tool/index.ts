@@ -1,4 +1,4 @@
-import { explain, helpOf, type Output, runCommand, UsageError } from "./command.ts";
+import { explain, helpOf, type LayerHelpers, type Output, runCommand, UsageError } from "./command.ts";
 import { LAYER_COMMANDS } from "./commands.ts";
 
 const OVERVIEW = [
@@ -28,6 +28,7 @@ export async function layerMain(
   argv: readonly string[],
   output: Output = STANDARD,
   complain: (text: string) => void = (text) => process.stderr.write(`${text}\n`),
+  helpers: LayerHelpers = {},
 ): Promise<number> {
   const [name, ...rest] = argv;
   if (name === undefined || name === "--help" || name === "-h" || name === "help") {
@@ -41,7 +42,7 @@ export async function layerMain(
     return 2;
   }
   try {
-    return await runCommand(command, rest, output);
+    return await runCommand(command, rest, output, helpers);
   } catch (error) {
     complain(explain(error));
     if (!(error instanceof UsageError)) return 1;

@@ -1,5 +1,5 @@
 import { describe, expect, test } from "bun:test";
-import { copyFileSync, existsSync, readFileSync, writeFileSync } from "node:fs";
+import { copyFileSync, existsSync, readdirSync, readFileSync, writeFileSync } from "node:fs";
 import { scratchDirectory } from "../test-support.ts";
 import { layerMain } from "./index.ts";
 
@@ -298,4 +298,37 @@ describe("mistakes", () => {
     }
     expect((await layer()).code).toBe(2);
   });
+});
+
+test("bench measures reading, and with a place for it writing, and leaves nothing behind", async () => {
+  using scratch = scratchDirectory("tool-bench");
+  const { path } = scratch;
+  const layerFile = `${VECTORS}/commit-lz4.zfile`;
+  const { json } = await ok("bench", layerFile, "--seconds", "0.02", "--scratch", path, "--json");
+  const report = json as {
+    layers: number;
+    figures: { what: string; operations: number; mibPerSecond: number }[];
+  };
+  expect(report.layers).toBe(1);
+  expect(report.figures.map(({ what }) => what)).toEqual([
+    expect.stringContaining("sequential read"),
+    expect.stringContaining("random read, 4096"),
+    expect.stringContaining("random write, 4096"),
+    expect.stringContaining("random write with flush"),
+  ]);
+  for (const { operations, mibPerSecond } of report.figures) {
+    expect(operations).toBeGreaterThan(0);
+    expect(mibPerSecond).toBeGreaterThan(0);
+  }
+  expect(readdirSync(path)).toEqual([]);
+  expect((await ok("bench", layerFile, "--seconds", "0.01", "--block", "512")).text).toContain(
+    "random read, 512",
+  );
+  for (const wrong of [
+    ["--block", "1000"],
+    ["--seconds", "0"],
+    ["--seconds", "x"],
+  ]) {
+    expect((await layer("bench", layerFile, ...wrong)).code).toBe(2);
+  }
 });
