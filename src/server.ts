@@ -6,6 +6,7 @@ import { parseArgs } from "node:util";
 import { createControlApi } from "./api/index.ts";
 import {
   loadApiKey,
+  loadPreviousApiKey,
   loadServerConfig,
   loadTokenSeed,
   type NodeConfig,
@@ -83,6 +84,11 @@ async function startNode(config: NodeConfig, log: Logger) {
   const apiKey = loadApiKey({ homePath: home, env: process.env, generate: true });
   if (apiKey === undefined) throw new Error("a key is generated when there is none");
   if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
+  const previousKey = loadPreviousApiKey({ homePath: home, env: process.env });
+  const apiKeys = previousKey === undefined ? [apiKey.value] : [apiKey.value, previousKey.value];
+  if (previousKey !== undefined) {
+    log.warn({ source: previousKey.source, path: previousKey.path }, "the previous API key is accepted, too");
+  }
   const guestKernel = { kernelPath: runtime.kernelPath, kernelVersion: runtime.kernelVersion };
   const vmmLog = log.child({ room: "vmm" });
   const vmm =
@@ -300,7 +306,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     orchestrator,
     templates,
     observer,
-    apiKeys: [apiKey.value],
+    apiKeys,
     defaultTimeoutSeconds: config.orchestrator.defaultSandboxTimeoutSecs,
     sandboxProxyDomains: config.sandboxProxy.domains,
     version,
@@ -328,7 +334,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     hostname: listen.hostname,
     port: listen.port,
     domains: config.sandboxProxy.domains,
-    apiKeys: [apiKey.value],
+    apiKeys,
     control: api,
     orchestrator,
     onExchange: ({ source, method, status, seconds }) =>

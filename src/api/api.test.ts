@@ -333,6 +333,15 @@ describe("keys", () => {
     ).toBe(401);
   });
 
+  test("while a key is changed the old one and the new one are accepted, and no third", async () => {
+    const { handle } = createControlApi({ ...apiOptions, apiKeys: ["n".repeat(32), "o".repeat(32)] });
+    const status = async (key: string) =>
+      (await handle(new Request("http://localhost/v2/sandboxes", { headers: { "x-api-key": key } }))).status;
+    expect(await Promise.all(["n", "o", "p"].map((letter) => status(letter.repeat(32))))).toEqual([
+      200, 200, 401,
+    ]);
+  });
+
   test("health, metrics and the document are open", async () => {
     const health = await fetch(`${base}/health`);
     expect(health.status).toBe(204);

@@ -18,6 +18,7 @@ export {
   deriveEnvdToken,
   deriveTrafficToken,
   loadApiKey,
+  loadPreviousApiKey,
   loadTokenSeed,
   managedApiKeyPath,
   managedSeedPath,

@@ -17,6 +17,7 @@ import {
   deriveEnvdToken,
   deriveTrafficToken,
   loadApiKey,
+  loadPreviousApiKey,
   loadTokenSeed,
   managedApiKeyPath,
   managedSeedPath,
@@ -85,6 +86,29 @@ describe("API key", () => {
     }
   });
 
+  test("the key before it: the same sources and rules, and never made", () => {
+    const home = newHome();
+    const previous = (env: Record<string, string> = {}) =>
+      loadPreviousApiKey({ homePath: home, env, mountedPath });
+    expect(previous()).toBeUndefined();
+    expect(readdirSync(home)).toEqual([]);
+    const path = join(secretsDir(home), "api-key-previous");
+    writeSecret(path, `${"o".repeat(32)}\n`);
+    expect(previous()).toMatchObject({ value: "o".repeat(32), source: "managed_file", path });
+    writeFileSync(`${mountedPath}-previous`, "p".repeat(32));
+    try {
+      expect(previous()).toMatchObject({ value: "p".repeat(32), source: "mounted_file" });
+      expect(previous({ AENV_API_KEY_PREVIOUS: KEY })).toMatchObject({ value: KEY, source: "environment" });
+    } finally {
+      rmSync(`${mountedPath}-previous`);
+    }
+    expect(() => previous({ AENV_API_KEY_PREVIOUS: "short" })).toThrow("AENV_API_KEY_PREVIOUS");
+    writeSecret(path, "short");
+    expect(() => previous()).toThrow(path);
+    // The key itself is another one.
+    expect(apiKey(home)?.value).toMatch(/^e2b_/);
+  });
+
   test("is generated once, private, and only when asked", () => {
     const home = newHome();
     expect(apiKey(home, false)).toBeUndefined();
@@ -102,7 +126,7 @@ describe("API key", () => {
   test("racing processes end with one value", async () => {
     const home = newHome();
     const program = `import { loadApiKey } from ${JSON.stringify(join(import.meta.dir, "index.ts"))};
-      console.log(loadApiKey({ homePath: process.argv.at(-1), env: {}, generate: true, mountedPath: "/nonexistent" }).value);`;
+      console.log(loadApiKey({ homePath: process.argv.at(-1), env: {}, generate: true, mountedPath: process.argv.at(-1) + "/none" }).value);`;
     const script = join(root, "race.ts");
     writeFileSync(script, program);
     const racers = Array.from({ length: 4 }, () =>

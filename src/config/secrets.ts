@@ -80,6 +80,29 @@ export function loadApiKey(options: ApiKeyOptions): ApiKey | undefined {
   return { value, source: "managed_file", path, generated: present === undefined && text === made };
 }
 
+/**
+ * The key before the present one, for the time of a change in which clients have either:
+ * `AENV_API_KEY_PREVIOUS`, else `api-key-previous` beside the mounted or the managed file. Never made.
+ * Undefined: there is none. Errors as for the key itself.
+ */
+export function loadPreviousApiKey(options: Omit<ApiKeyOptions, "generate">): ApiKey | undefined {
+  const fromEnv = options.env.AENV_API_KEY_PREVIOUS;
+  if (fromEnv !== undefined && fromEnv !== "") {
+    const value = checkedApiKey(fromEnv, "AENV_API_KEY_PREVIOUS");
+    return { value, source: "environment", generated: false };
+  }
+  const mountedPath = `${options.mountedPath ?? MOUNTED_API_KEY}-previous`;
+  const mounted = readSecretFile(mountedPath, API_KEY_FILE_BYTES);
+  if (mounted !== undefined) {
+    const value = checkedApiKey(withoutLineEnd(mounted), mountedPath);
+    return { value, source: "mounted_file", path: mountedPath, generated: false };
+  }
+  const path = `${managedApiKeyPath(options.homePath)}-previous`;
+  const text = readManagedSecret(path, API_KEY_FILE_BYTES);
+  if (text === undefined) return undefined;
+  return { value: checkedApiKey(withoutLineEnd(text), path), source: "managed_file", path, generated: false };
+}
+
 /** Whether a request's key is ours, in time that does not depend on it. */
 export function apiKeyMatches(expected: string, presented: string | null | undefined): boolean {
   return typeof presented === "string" && constantTimeEqual(expected, presented);

@@ -380,7 +380,8 @@ class Connection {
 
   #refuse(head: RequestHead, which: Extract<Classification, { plane: "invalid" }>): void {
     const key = headerValue(head.headers, "x-api-key");
-    const known = key !== undefined && this.#shared.options.apiKeys.includes(key);
+    const known =
+      key !== undefined && this.#shared.options.apiKeys.some((apiKey) => constantTimeEqual(key, apiKey));
     const isHead = head.method === "HEAD";
     if (which.needsApiKey && !known) {
       this.finish(
