@@ -282,6 +282,7 @@ describe("mistakes", () => {
       "create",
       "write",
       "commit",
+      "apply",
       "seal",
       "merge",
       "inspect",
@@ -289,6 +290,7 @@ describe("mistakes", () => {
       "convert",
       "diff",
       "cat",
+      "bench",
     ]) {
       expect(overview.text).toContain(`  ${name} `);
       const help = await ok(name, "--help");
