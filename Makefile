@@ -20,7 +20,7 @@ EXT4_HDR := $(wildcard c/ext4/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4
 
-.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig
+.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check try-fresh deb release
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,19 @@ rig: build ## run CMD=… in a throw-away machine with ublk and KVM (RIG_LIMIT s
 
 crash-sim: deps native ## power loss under the storage engine (SEEDS=10000 FIRST=…), lost writes counted
 	@$(BUN) scripts/crash-sim.ts --seeds $(or $(SEEDS),10000) $(if $(FIRST),--first $(FIRST))
+
+docs-check: deps native ## every documented command, option, key and link exists, every existing one is documented
+	@$(BUN) scripts/docs-check.ts
+
+try-fresh: build ## install, first sandbox, upgrade, crash, uninstall on a fresh machine made for it
+	@scripts/try-fresh.sh
+
+deb: build ## the Debian package, in dist/
+	@scripts/deb.sh dist/agentenv $$($(BUN) -e 'console.log(require("./package.json").version)') \
+	  dist/agentenv_$$($(BUN) -e 'console.log(require("./package.json").version)')_amd64.deb
+
+release: build ## dist/release: archives, command line for arm64 and macOS, package, checksums, bill of materials
+	@scripts/release.sh
 
 fuzz: .tools/ready ## 10 million mutated inputs for the guest agent's decoders, under sanitizers, then libFuzzer
 	@scripts/bootstrap.sh useful

@@ -1,0 +1,92 @@
+import { afterAll, beforeAll, expect, setDefaultTimeout, test } from "bun:test";
+import { mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join, resolve } from "node:path";
+import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
+import { TestServer } from "../support/server.ts";
+
+setDefaultTimeout(180_000);
+
+const ROOT = resolve(import.meta.dir, "../..");
+/** What pages call their images; here they are one image from a registry of this machine. */
+const IMAGES = ["python:3.12-slim", "debian:12"];
+
+let work: string;
+let registry: LocalRegistry;
+let server: TestServer;
+
+beforeAll(async () => {
+  work = mkdtempSync(join(tmpdir(), "aenv-docs-"));
+  registry = await startDebianRegistry(join(work, "registry"));
+  server = await TestServer.create();
+  await server.start();
+  const { exitCode, stderr } = await server.run(["auth"], `${server.url}\n${await server.apiKey()}\n`);
+  if (exitCode !== 0) throw new Error(stderr);
+});
+
+afterAll(async () => {
+  await server?.[Symbol.asyncDispose]();
+  await registry?.[Symbol.asyncDispose]();
+  rmSync(work, { recursive: true, force: true });
+});
+
+/** Blocks of a page that are marked to be run, in their order. */
+function marked(page: string): { readonly language: string; readonly code: string }[] {
+  const text = readFileSync(join(ROOT, page), "utf8");
+  return [...text.matchAll(/^```(sh|ts) run\n(.*?)^```$/gms)].map(([, language, code]) => ({
+    language: language!,
+    code: code!,
+  }));
+}
+
+async function run(argv: readonly string[], cwd: string): Promise<string> {
+  const child = Bun.spawn([...argv], {
+    cwd,
+    env: {
+      ...server.environment,
+      PATH: `${join(ROOT, "dist")}:${server.environment.PATH}`,
+      E2B_API_URL: server.url,
+      E2B_SANDBOX_URL: server.url,
+      E2B_API_KEY: await server.apiKey(),
+    },
+    stdin: "ignore",
+    stdout: "pipe",
+    stderr: "pipe",
+  });
+  const [stdout, stderr, exitCode] = await Promise.all([
+    new Response(child.stdout).text(),
+    new Response(child.stderr).text(),
+    child.exited,
+  ]);
+  if (exitCode !== 0) throw new Error(`ended with ${exitCode}\n${stdout}\n${stderr}`);
+  return stdout;
+}
+
+/** A page's shell blocks are one session: variables of one are there in the next. */
+async function runPage(page: string): Promise<string> {
+  const blocks = marked(page);
+  expect(blocks.length).toBeGreaterThan(0);
+  const cwd = mkdtempSync(join(work, "page-"));
+  let script = blocks
+    .filter(({ language }) => language === "sh")
+    .map(({ code }) => code)
+    .join("\n");
+  for (const image of IMAGES) script = script.replaceAll(image, registry.debian);
+  let output = await run(["bash", "-euxo", "pipefail", "-c", script], cwd);
+  for (const { language, code } of blocks) {
+    // Where the client is found.
+    if (language === "ts") output += await run([process.execPath, "-e", code], ROOT);
+  }
+  return output;
+}
+
+test("README", async () => {
+  expect(await runPage("README.md")).toContain("hello\n");
+});
+
+test("getting started", async () => {
+  const output = await runPage("docs/getting-started.md");
+  expect(output.match(/^42$/gm)).toHaveLength(2);
+  expect(output).toContain("from a file\n");
+  expect(output).toContain("kept\n");
+});
