@@ -51,13 +51,27 @@ export function uuidFromText(text: string): string {
   return [hex.slice(0, 8), hex.slice(8, 12), hex.slice(12, 16), hex.slice(16, 20), hex.slice(20)].join("-");
 }
 
+const GIB = 1024 ** 3;
+
 /** Passes the tar through and checks it against the diff id at its end. */
 async function* verified(
   tar: AsyncIterable<Uint8Array>,
   conversion: LayerConversion,
 ): AsyncGenerator<Uint8Array> {
   const hasher = new Bun.CryptoHasher("sha256");
+  // Headers and padding may add to what the disk can hold; a small blob that unpacks without end may not.
+  const limit = 2 * conversion.virtualSizeBytes + GIB;
+  let total = 0;
   for await (const chunk of tar) {
+    total += chunk.length;
+    if (total > limit) {
+      throw new AenvError({
+        code: "image_unsupported",
+        status: 400,
+        message: `${conversion.image}: layer ${conversion.layerDigest} unpacks to more than ${limit} bytes, its disk holds ${conversion.virtualSizeBytes}`,
+        remediation: "set a larger image.cache.virtual_size_gib if the layer is what it should be",
+      });
+    }
     hasher.update(chunk);
     yield chunk;
   }

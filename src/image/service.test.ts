@@ -503,6 +503,10 @@ describe("conversion", () => {
         "entry type",
       ],
     ];
+    // A small blob that unpacks without end: 4 GiB of zeros behind the archive's, for a disk of 1 GiB.
+    const zeros = Bun.zstdCompressSync(Buffer.alloc(64 << 20));
+    const bomb = Buffer.concat([Bun.zstdCompressSync(makeTar([file("f")])), ...Array(64).fill(zeros)]);
+    cases.push(["image_unsupported", { tar: bomb, compression: "none" }, "unpacks to more than"]);
     for (const [code, layer, words] of cases) {
       const error = await rejection(rig.service().resolve(await push(buildImage({ layers: [layer] }))));
       expect({ code: error.code, words: error.message }).toEqual({

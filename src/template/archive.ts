@@ -38,6 +38,9 @@ export function memberPath(name: string): string {
   return parts.filter((part) => part !== "" && part !== ".").join("/");
 }
 
+/** Also of what follows the end mark: a small file may unpack without end. */
+const MAX_UNPACKED_BYTES = 256 * 1024 ** 3;
+
 /** Runs the whole archive through a sink. Errors of its form are `invalid_archive`. */
 export async function readArchive(
   file: string,
@@ -47,8 +50,12 @@ export async function readArchive(
 ): Promise<void> {
   const parser = new TarParser(sink);
   const tar = await openLayerTar(file, signal);
+  let total = 0;
   try {
     for await (const chunk of tar.chunks) {
+      total += chunk.length;
+      if (total > MAX_UNPACKED_BYTES)
+        throw invalidArchive(`it unpacks to more than ${MAX_UNPACKED_BYTES} bytes`);
       parser.push(chunk);
       await onChunk();
     }
