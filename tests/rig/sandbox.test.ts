@@ -85,7 +85,10 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml }) => {
         AENV_ENVD_INIT_TIMEOUT_SECS: "120",
       },
     });
-    await server.start();
+    await server.start().catch(async (error: unknown) => {
+      console.log(await server.log());
+      throw error;
+    });
     connection = await server.connection();
     await server.run(["auth"], `${server.url}\n${connection.apiKey}\n`);
   });

@@ -39,6 +39,7 @@ export interface FirecrackerDriverOptions {
 const STDERR_LOG = "firecracker.stderr.log";
 const SOCKET_NAME = "api.sock";
 const START_TIMEOUT_MS = 10_000;
+const CONSOLE_MIB = 64;
 const SAVE_TIMEOUT_MS = 60_000;
 /** Metadata and requests with it; Firecracker's own default is 50 KiB. */
 const PAYLOAD_BYTES = 1 << 20;
@@ -150,6 +151,9 @@ class FirecrackerDriver implements VmmDriver {
       cwd: spec.workDir,
       stdoutPath: spec.consoleLogPath,
       stderrPath,
+      // The file of pages that comes with a device state has the size of the memory. The console, which grows
+      // beside it, ends the VM at that limit: Firecracker takes the kernel's signal as an order to exit.
+      maxFileMiB: spec.shape.memoryMiB + CONSOLE_MIB,
       bind: { from: spec.workDir, at: INSIDE },
     });
     undo.defer(async () => {

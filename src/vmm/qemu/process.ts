@@ -18,6 +18,7 @@ export interface VmmProcess {
 }
 
 const TAIL_BYTES = 4096;
+const DEFAULT_MAX_FILE_MIB = 64;
 const POLL_MS = 250;
 
 /** At most the last 4 KiB of a log, whole lines; empty when there is none. */
@@ -87,24 +88,26 @@ export interface SpawnOptions {
   readonly extraFd?: number;
   /** Standard output is appended here. Absent: nowhere. */
   readonly stdoutPath?: string;
+  /** How big a file of its may grow, in MiB. Default 64: the console. */
+  readonly maxFileMiB?: number;
   /** A directory that the process alone sees under another name, in a mount namespace of its own. */
   readonly bind?: { readonly from: string; readonly at: string };
 }
 
 /**
- * What a VMM may use, set before it exists: files it makes are ours alone; no core dumps of guest memory;
- * no file grows over 64 MiB (a guest could fill the disk through its console; writes beyond fail, and the
- * signal for it is ignored so that the VM lives on); few descriptors; first to go when memory is short.
+ * What a VMM may use, set before it exists: files it makes are ours alone; no core dumps of guest memory; no
+ * file grows over a limit (a guest could fill the disk through its console; writes beyond fail, and the signal
+ * for it is ignored so that the VM lives on); few descriptors; first to go when memory is short.
  * Limits that are lower already stay. Runs inside the namespace; `exec` all the way: the pid is QEMU's.
  */
 const PRELUDE = [
-  'tap="$1"; shift; found=',
+  'tap="$1"; blocks="$2"; shift 2; found=',
   'while read -r name rest; do if [ "$name" = "$tap:" ]; then found=1; fi; done < /proc/self/net/dev',
   'if [ -z "$found" ]; then echo "there is no device $tap in the network namespace" >&2; exit 1; fi',
   "umask 077",
   'trap "" XFSZ',
   "ulimit -c 0",
-  "ulimit -f 131072 2>/dev/null || :",
+  'ulimit -f "$blocks" 2>/dev/null || :',
   "ulimit -n 4096 2>/dev/null || :",
   "echo 1000 2>/dev/null > /proc/self/oom_score_adj || :",
   'exec "$@"',
@@ -125,6 +128,8 @@ export function spawnVmm(options: SpawnOptions): VmmProcess {
   const command = [
     ...["nsenter", `--net=${options.netnsPath}`, "--", ...apart, "/bin/sh", "-c", PRELUDE, "sh"],
     options.tapName,
+    // The shell counts in blocks of 512 bytes.
+    String((options.maxFileMiB ?? DEFAULT_MAX_FILE_MIB) * 2048),
     ...options.argv,
   ];
   const stderr = openSync(options.stderrPath, "a", 0o600);
