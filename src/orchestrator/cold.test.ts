@@ -2,17 +2,15 @@ import { afterAll, afterEach, beforeEach, describe, expect, test } from "bun:tes
 import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
+import { silent, testOptions } from "../../tests/support/orchestrator.ts";
 import type { ResolvedImage, ResolveOptions } from "../image/types.ts";
 import { AenvError } from "../lib/errors.ts";
-import { createLogger } from "../lib/log.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import { createOrchestrator, type OrchestratorOptions } from "./index.ts";
 import type { CreateColdSandboxRequest, LifecycleEvent, NodeOrchestrator } from "./types.ts";
 
 /* Sandboxes that boot from an image: what is asked of the image service and what becomes of its answer. */
 
-const log = createLogger("test");
-log.level = "silent";
 const base = mkdtempSync("/tmp/life-cold-");
 afterAll(() => rmSync(base, { recursive: true, force: true }));
 
@@ -31,15 +29,10 @@ function options(): OrchestratorOptions {
   const layer = join(home, "layer");
   writeFileSync(layer, "x");
   return {
-    repository: createPosixRepository({ root: join(home, "repository"), log, collectGraceMs: 0 }),
-    sandboxes: factory,
-    statePath: join(home, "state.db"),
-    artifactsDir: join(home, "artifacts"),
-    tokenSeed: "test-seed",
-    defaultTimeoutSeconds: 15,
-    autoResumeMinTimeoutSeconds: 60,
-    evictIntervalMs: 1000,
-    log,
+    ...testOptions(home, {
+      repository: createPosixRepository({ root: join(home, "repository"), log: silent, collectGraceMs: 0 }),
+      sandboxes: factory,
+    }),
     onEvent: (event) => events.push(event),
     cold: {
       images: {

@@ -2,18 +2,15 @@ import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } fr
 import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
+import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
-import { createLogger } from "../lib/log.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRepository } from "../snapshot/types.ts";
 import { createOrchestrator, hasTokenProtectedSandboxes, type OrchestratorOptions } from "./index.ts";
 import type { CreateSandboxRequest, LifecycleEvent, NodeOrchestrator } from "./types.ts";
 
 /* Fork, snapshot, adoption, capacity and health, with VMs that fail on demand. */
-
-const log = createLogger("test");
-log.level = "silent";
 
 let base: string;
 let home: string;
@@ -33,16 +30,7 @@ afterAll(() => rmSync(base, { recursive: true, force: true }));
 
 function open(overrides: Partial<OrchestratorOptions> = {}): NodeOrchestrator {
   const made: NodeOrchestrator = createOrchestrator({
-    repository,
-    sandboxes: factory,
-    statePath: join(home, "state.db"),
-    artifactsDir: join(home, "artifacts"),
-    tokenSeed: "test-seed",
-    defaultTimeoutSeconds: 15,
-    autoResumeMinTimeoutSeconds: 60,
-    evictIntervalMs: 5,
-    maxConcurrentStarts: 4,
-    log,
+    ...testOptions(home, { repository, sandboxes: factory }),
     now: () => (dead.has(made) ? 0 : nowMs),
     onEvent: (event) => events.push(event),
     ...overrides,
@@ -51,44 +39,13 @@ function open(overrides: Partial<OrchestratorOptions> = {}): NodeOrchestrator {
   return made;
 }
 
-async function addTemplate(name: string): Promise<string> {
-  const id = newId();
-  const state = fakeState(join(home, `template-${name}`), 0);
-  const record = {
-    id,
-    templateId: id,
-    aliases: [],
-    public: true,
-    source: { kind: "template", build: { status: "ready" } },
-    resources: { cpuCount: 1, memoryMiB: 128, diskSizeMiB: 1024 },
-    createdAt: new Date().toISOString(),
-    updatedAt: new Date().toISOString(),
-    committed: {
-      state,
-      context: {
-        envVars: { A: "image", B: "image" },
-        workdir: "/srv",
-        user: "app",
-        entrypoint: ["/entry"],
-        exposedPorts: ["80/tcp"],
-        volumes: [],
-        labels: { of: "image" },
-      },
-      imageReference: "host/repo@sha256:0",
-    },
-  } as const;
-  await repository.commit(record, state);
-  await repository.bindAlias(name, id);
-  return id;
-}
-
 beforeEach(async () => {
   home = mkdtempSync(join(base, "h-"));
   nowMs = Date.parse("2030-01-01T00:00:00Z");
   events = [];
   factory = new FakeSandboxFactory();
-  repository = createPosixRepository({ root: join(home, "repository"), log, collectGraceMs: 0 });
-  await addTemplate("base");
+  repository = createPosixRepository({ root: join(home, "repository"), log: silent, collectGraceMs: 0 });
+  await addTemplate(repository, home, "base");
   orchestrator = open();
   await orchestrator.start();
 });
@@ -100,16 +57,8 @@ afterEach(async () => {
   expect(checkpoints()).toEqual([]);
 });
 
-const request = (changes: Partial<CreateSandboxRequest> = {}): CreateSandboxRequest => ({
-  template: "base",
-  timeoutSeconds: 300,
-  onTimeout: "pause",
-  autoResume: true,
-  secure: true,
-  metadata: { who: "me" },
-  envVars: { B: "request", C: "3" },
-  ...changes,
-});
+const request = (changes: Partial<CreateSandboxRequest> = {}): CreateSandboxRequest =>
+  createRequest({ autoResume: true, ...changes });
 
 function checkpoints(): string[] {
   const dir = join(home, "artifacts", "checkpoints");
@@ -325,7 +274,7 @@ describe("snapshot", () => {
     expect((await orchestrator.getSnapshot("mine")).id).toBe(second.id);
     expect((await orchestrator.getSnapshot(first.id)).aliases).toEqual([]);
     // Taken by a template while the capture was under way: nothing stays of the snapshot.
-    factory.faults.capture = async () => void (await addTemplate("late"));
+    factory.faults.capture = async () => void (await addTemplate(repository, home, "late"));
     await expect(orchestrator.snapshot(id, { name: "late" })).rejects.toMatchObject({ status: 400 });
     expect(await orchestrator.listSnapshots({})).toHaveLength(2);
     expect(orchestrator.get(id).state).toBe("running");

@@ -3,16 +3,13 @@ import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } fr
 import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
+import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
-import { createLogger } from "../lib/log.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
 import { createOrchestrator, lockHome } from "./index.ts";
-import type { CreateSandboxRequest, NodeOrchestrator } from "./types.ts";
-
-const log = createLogger("test");
-log.level = "silent";
+import type { NodeOrchestrator } from "./types.ts";
 
 let base: string;
 let home: string;
@@ -30,18 +27,9 @@ afterAll(() => rmSync(base, { recursive: true, force: true }));
 
 function open(overrides: { transitionWaitMs?: number; evictIntervalMs?: number } = {}): NodeOrchestrator {
   const made = createOrchestrator({
-    repository,
-    sandboxes: factory,
-    statePath: join(home, "state.db"),
-    artifactsDir: join(home, "artifacts"),
-    tokenSeed: "test-seed",
-    defaultTimeoutSeconds: 15,
-    autoResumeMinTimeoutSeconds: 60,
-    evictIntervalMs: overrides.evictIntervalMs ?? 5,
-    maxConcurrentStarts: 4,
-    log,
+    ...testOptions(home, { repository, sandboxes: factory }),
     now: () => nowMs,
-    ...(overrides.transitionWaitMs === undefined ? {} : { transitionWaitMs: overrides.transitionWaitMs }),
+    ...overrides,
   });
   opened.push(made);
   return made;
@@ -51,33 +39,8 @@ beforeEach(async () => {
   home = mkdtempSync(join(base, "h-"));
   nowMs = Date.parse("2030-01-01T00:00:00Z");
   factory = new FakeSandboxFactory();
-  repository = createPosixRepository({ root: join(home, "repository"), log, collectGraceMs: 0 });
-  const id = newId();
-  const state = fakeState(join(home, "template"), 0);
-  const record: SnapshotRecord = {
-    id,
-    templateId: id,
-    aliases: [],
-    public: true,
-    source: { kind: "template", build: { status: "ready" } },
-    resources: { cpuCount: 1, memoryMiB: 128, diskSizeMiB: 1024 },
-    createdAt: new Date().toISOString(),
-    updatedAt: new Date().toISOString(),
-    committed: {
-      state,
-      context: {
-        envVars: { A: "image", B: "image" },
-        workdir: "/srv",
-        user: "app",
-        exposedPorts: [],
-        volumes: [],
-        labels: {},
-      },
-    },
-  };
-  await repository.commit(record, state);
-  await repository.bindAlias("base", id);
-  template = id;
+  repository = createPosixRepository({ root: join(home, "repository"), log: silent, collectGraceMs: 0 });
+  template = await addTemplate(repository, home, "base");
   orchestrator = open();
   await orchestrator.start();
 });
@@ -88,16 +51,7 @@ afterEach(async () => {
   expect([...factory.live]).toEqual([]);
 });
 
-const request = (changes: Partial<CreateSandboxRequest> = {}): CreateSandboxRequest => ({
-  template: "base",
-  timeoutSeconds: 300,
-  onTimeout: "pause",
-  autoResume: false,
-  secure: true,
-  metadata: { who: "me" },
-  envVars: { B: "request", C: "3" },
-  ...changes,
-});
+const request = createRequest;
 
 const generations = (id: string): string[] => {
   const dir = join(home, "artifacts", id);
