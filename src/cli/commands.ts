@@ -452,5 +452,6 @@ export const GROUPS: Readonly<Record<string, string>> = {
 export const SERVER_PROGRAMS: readonly ServerProgram[] = [
   ["serve", "Run the server"],
   ["setup", "Fetch the guest kernel and the virtual machine monitor"],
+  ["config", "Check and show the configuration"],
   ["layer", "Create, inspect, merge and convert block layers"],
 ];

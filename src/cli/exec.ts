@@ -49,6 +49,24 @@ function environment(words: readonly string[], fail: (message: string) => CliErr
 }
 
 /**
+ * Ends a command and what it has started: by a signal to its process group, as Ctrl-C would, or to itself
+ * alone where there is no shell to send that. Best effort, within two seconds.
+ */
+async function terminate(target: AgentTarget, pid: number): Promise<void> {
+  const limit = AbortSignal.timeout(SIGNAL_LIMIT_MS);
+  try {
+    const script = encodeStart({ cmd: "/bin/sh", args: ["-c", `kill -TERM -${pid}`], stdin: false });
+    for await (const event of processEvents(target, "process.Process/Start", script, limit)) {
+      if (event.kind === "end" && exitStatus(event.end) === 0) return;
+    }
+    await unary(target, "process.Process/SendSignal", encodeSignal(pid, "SIGTERM"), SIGNAL_LIMIT_MS);
+  } catch (error) {
+    // It has ended meanwhile, or cannot be reached any more.
+    if (!(error instanceof AgentError)) throw error;
+  }
+}
+
+/**
  * Passes standard input on until it ends, no faster than it is taken; then the process reads its end. Resolves
  * early when the process does not want any (more); rejects when the way to it broke: what had arrived is not
  * known then.
@@ -139,10 +157,7 @@ async function runPiped(
     stopping ??= status;
     if (pid === undefined || again) process.exit(stopping);
     const leave = () => process.exit(stopping);
-    unary(target, "process.Process/SendSignal", encodeSignal(pid, "SIGTERM"), SIGNAL_LIMIT_MS).then(
-      leave,
-      leave,
-    );
+    terminate(target, pid).then(leave, leave);
   };
   using _signals = new SignalHandler(["SIGINT", "SIGTERM", "SIGHUP"], (signal) => stop(signalStatus(signal)));
   const onBrokenPipe = (error: NodeJS.ErrnoException) => {
@@ -170,9 +185,8 @@ async function runPiped(
             forwardInput(target, pid, ended.signal).catch((error: unknown) => {
               if (!(error instanceof CliError)) throw error;
               inputFailed = error;
-              const killed = encodeSignal(event.pid, "SIGTERM");
               const end = () => abort.abort(error);
-              unary(target, "process.Process/SendSignal", killed, SIGNAL_LIMIT_MS).then(end, end);
+              terminate(target, event.pid).then(end, end);
             });
           }
           break;
