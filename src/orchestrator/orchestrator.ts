@@ -626,7 +626,9 @@ class SandboxOrchestrator implements NodeOrchestrator {
         status: 400,
         message: `template ${request.template} has no ready build (its build is: ${status})`,
         remediation:
-          status === "error" ? "look at the build's log and build it again" : "wait until the build is ready",
+          status === "error"
+            ? `\`aenv template watch ${request.template}\` tells why; then build it again, e.g. with \`aenv pull IMAGE --name ${request.template}\``
+            : `wait for it with \`aenv template watch ${request.template}\``,
       });
     }
     this.#refuseWhenClosing();
