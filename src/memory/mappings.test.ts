@@ -1,5 +1,5 @@
 import { describe, expect, test } from "bun:test";
-import { findMemory, parseMappings } from "./mappings.ts";
+import { findMemory, parseAnonymous, parseMappings } from "./mappings.ts";
 
 describe("the memory file in a list of mappings", () => {
   const maps = [
@@ -23,4 +23,22 @@ describe("the memory file in a list of mappings", () => {
     expect(() => findMemory(process.pid, "/nonexistent", 4096)).toThrow("does not map");
     expect(() => findMemory(0x7fffffff, process.execPath, 4096)).toThrow("gone");
   });
+});
+
+test("memory without a file is the one anonymous mapping of its size", () => {
+  const size = 0x800_0000;
+  const maps = [
+    "7f0000000000-7f0008000000 rw-p 00000000 00:00 0 ",
+    "7f0010000000-7f0018000000 rw-p 00000000 00:00 0                          [heap]",
+    "7f0020000000-7f0028000000 r--p 00000000 00:00 0 ",
+    "7f0030000000-7f0034000000 rw-p 00000000 00:00 0 ",
+    "7f0040000000-7f0048000000 rw-p 00000000 fe:00 12 /memory",
+  ];
+  expect(parseAnonymous(maps.join("\n"), size)).toEqual({
+    address: 0x7f0000000000,
+    fileOffset: 0,
+    length: size,
+  });
+  expect(() => parseAnonymous([...maps, maps[0]!].join("\n"), size)).toThrow("2 anonymous mappings");
+  expect(() => parseAnonymous("", size)).toThrow("0 anonymous mappings");
 });

@@ -216,7 +216,7 @@ test("a file system survives that its disk is pulled while it is written", async
 test("64 devices on one worker, all written and verified at once", async () => {
   const names = Array.from({ length: 64 }, (_, i) => `many-${i}`);
   const startedMs = performance.now();
-  const infos = await Promise.all(names.map((name) => daemon.blank(name, "ublk", 4 * MiB)));
+  const infos = await Promise.all(names.map((name) => daemon.blank(name, "ublk", MiB)));
   const upMs = performance.now() - startedMs;
   expect(new Set(infos.map(ublkNumber)).size).toBe(64);
   const { workers, devices } = await daemon.client.stats();
@@ -224,7 +224,7 @@ test("64 devices on one worker, all written and verified at once", async () => {
   const paths = infos.map(({ devicePath }) => devicePath).join(":");
   await run(
     fioArgs(paths, {
-      size: "64M",
+      size: "24M",
       bs: "16k",
       bsrange: "16k-16k",
       iodepth: 64,

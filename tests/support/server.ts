@@ -3,7 +3,8 @@ import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 
 const ROOT = resolve(import.meta.dir, "../..");
-const START_TIMEOUT_MS = 30_000;
+/** In the rig everything is emulated. */
+const START_TIMEOUT_MS = process.env.RIG === undefined ? 30_000 : 120_000;
 
 export interface TestServerOptions {
   /** Extra TOML, e.g. `[image.resolver]\nallow_local_paths = true`. */
