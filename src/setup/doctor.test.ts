@@ -1,10 +1,10 @@
 import { afterEach, beforeEach, expect, setDefaultTimeout, test } from "bun:test";
 import { existsSync } from "node:fs";
-import { mkdtemp, rm, writeFile } from "node:fs/promises";
+import { mkdir, mkdtemp, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { tryCommand } from "../lib/command.ts";
-import { type Check, examine, formatChecks, portOwner } from "./doctor.ts";
+import { type Check, chosenSettings, examine, formatChecks, portOwner } from "./doctor.ts";
 import { makeVmlinux } from "./testing.ts";
 
 setDefaultTimeout(60_000);
@@ -136,4 +136,20 @@ test("one line per check, aligned, the cure behind an arrow", () => {
     { name: "longer", status: "missing", detail: "gone", cure: "bring it" },
   ]);
   expect(text).toBe("ok      a       fine\nmissing longer  gone  → bring it\n");
+});
+
+test("without a word about a home, the one of the executable's own checkout is looked at", async () => {
+  const executable = join(dir, "dist/agentenv");
+  const none = { AENV_HOME_PATH: join(dir, "named") };
+  expect(chosenSettings({}, none, executable).home).toBe(join(dir, "named"));
+  await writeFile(join(dir, "config.toml"), `home_path = "${join(dir, "configured")}"\n`);
+  const flags = { config: join(dir, "config.toml") };
+  expect(chosenSettings(flags, {}, executable).home).toBe(join(dir, "configured"));
+  await mkdir(join(dir, ".aenv/home"), { recursive: true });
+  const found = chosenSettings(flags, {}, executable);
+  expect([found.home, found.depsDir]).toEqual([join(dir, ".aenv/home"), join(dir, ".aenv/home/deps")]);
+  expect(chosenSettings(flags, none, executable).home).toBe(join(dir, "named"));
+  // What is configured and there comes first.
+  await mkdir(join(dir, "configured"));
+  expect(chosenSettings(flags, {}, executable).home).toBe(join(dir, "configured"));
 });

@@ -10,9 +10,9 @@ import {
   statfsSync,
   statSync,
 } from "node:fs";
-import { dirname } from "node:path";
+import { dirname, resolve } from "node:path";
 import { parseArgs } from "node:util";
-import { parseListenAddress } from "../config/index.ts";
+import { type Environment, parseListenAddress } from "../config/index.ts";
 import { tryCommand } from "../lib/command.ts";
 import { errorCode } from "../lib/durable.ts";
 import { AenvError, assert } from "../lib/errors.ts";
@@ -30,7 +30,13 @@ import {
   type ResolvedKernel,
   resolveQemu,
 } from "./resolve.ts";
-import { readSettings, SETTINGS_FLAGS, SETTINGS_HELP, type Settings } from "./settings.ts";
+import {
+  readSettings,
+  SETTINGS_FLAGS,
+  SETTINGS_HELP,
+  type Settings,
+  type SettingsFlags,
+} from "./settings.ts";
 import type { QemuDeps } from "./types.ts";
 
 export type CheckStatus = "ok" | "warn" | "missing";
@@ -572,6 +578,23 @@ function parseFlags(argv: string[]) {
   }).values;
 }
 
+/**
+ * The settings to look at: without a word about a home, and with none at the default place, those of the
+ * checkout this executable was built in, which `make start` and `make quickstart` use.
+ */
+export function chosenSettings(flags: SettingsFlags, env: Environment, executable: string): Settings {
+  const settings = readSettings(flags, env);
+  const beside = resolve(dirname(executable), "../.aenv/home");
+  const named = flags.home ?? env.AENV_HOME_PATH;
+  if ((named !== undefined && named !== "") || existsSync(settings.home) || !existsSync(beside)) {
+    return settings;
+  }
+  process.stderr.write(
+    `$AENV_HOME_PATH is not set: looking at ${beside}, where this checkout keeps its state\n`,
+  );
+  return readSettings({ ...flags, home: beside }, env);
+}
+
 /** `agentenv doctor`. Exit codes: 0 all there, 1 something required is missing, 2 wrong usage. */
 export async function doctorMain(argv: string[]): Promise<number> {
   let flags: ReturnType<typeof parseFlags>;
@@ -587,7 +610,7 @@ export async function doctorMain(argv: string[]): Promise<number> {
   }
   let checks: Check[];
   try {
-    checks = await examine(readSettings(flags, process.env));
+    checks = await examine(chosenSettings(flags, process.env, process.execPath));
   } catch (error) {
     // Without a valid configuration there is nothing to look for.
     checks = [failed("configuration", error)];
