@@ -121,6 +121,14 @@ describe("versions", () => {
   });
 });
 
+test("a known hole in a part that is not used is told", () => {
+  const warnings = (version: string) =>
+    parseFirecrackerVersion(`Firecracker v${version}`, "fc").warnings.length;
+  expect(["1.12.1", "1.13.0", "1.14.3", "1.14.4", "1.15.0", "1.15.1", "1.17.0"].map(warnings)).toEqual([
+    0, 1, 1, 0, 1, 0, 0,
+  ]);
+});
+
 test("a disk over NBD is refused before anything is started", async () => {
   const spec = specFor("nbd", {
     drives: [

@@ -283,6 +283,11 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
   test("killed from outside: exited resolves with the signal, the socket is removed", async () => {
     await using network = await testNetwork();
     await using handle = await driver.launch(spec(network));
+    const status = readFileSync(`/proc/${handle.reference.pid}/status`, "utf8");
+    // Nothing of what the server may do, and no way to get it.
+    for (const set of ["Inh", "Prm", "Eff", "Amb"])
+      expect(status).toMatch(new RegExp(`^Cap${set}:\\s+0+$`, "m"));
+    expect(status).toMatch(/^NoNewPrivs:\s+1$/m);
     process.kill(handle.reference.pid, "SIGKILL");
     expect(await handle.exited).toMatchObject({ exitCode: null, signal: "SIGKILL" });
     expect(existsSync(handle.reference.controlSocketPath)).toBe(false);

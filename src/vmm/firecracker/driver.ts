@@ -92,7 +92,7 @@ class FirecrackerDriver implements VmmDriver {
       binary: this.#options.binary,
       mode: "kvm",
       reason: "hardware virtualization: /dev/kvm can be opened",
-      warnings: [],
+      warnings: version.warnings,
     };
   }
 

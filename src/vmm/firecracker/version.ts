@@ -5,6 +5,8 @@ export interface FirecrackerVersion {
   readonly minor: number;
   /** As printed, e.g. `1.13.1`. */
   readonly text: string;
+  /** What an operator should know about this release, though it is used. */
+  readonly warnings: readonly string[];
   atLeast(major: number, minor: number): boolean;
 }
 
@@ -40,5 +42,16 @@ export function parseFirecrackerVersion(
       remediation: "install a current release of Firecracker, or set vmm to qemu",
     });
   }
-  return { major, minor, text, atLeast };
+  return { major, minor, text, warnings: advisories(major, minor, Number.parseInt(match[3]!, 10)), atLeast };
+}
+
+/** CVE-2026-5747 (AWS bulletin 2026-015): 1.13.0 to 1.14.3 and 1.15.0, in the PCI transport that is off by default. */
+function advisories(major: number, minor: number, patch: number): string[] {
+  const affected =
+    major === 1 && (minor === 13 || (minor === 14 && patch <= 3) || (minor === 15 && patch === 0));
+  return affected
+    ? [
+        "this release has CVE-2026-5747 in its PCI transport, which guests are not given here; 1.14.4 and 1.15.1 are without",
+      ]
+    : [];
 }
