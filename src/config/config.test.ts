@@ -52,7 +52,12 @@ describe("packaged file", () => {
       (name) => !Bun.deepEquals(getAt(shipped, name.split(".")), getAt(defaults, name.split("."))),
     );
     expect(different.sort()).toEqual(
-      ["server.listen", "image.cache.capacity_gb", "image.cache.remote_blocks.max_size_gb"].sort(),
+      [
+        "server.listen",
+        "ublk.daemon_metrics_listen_addr",
+        "image.cache.capacity_gb",
+        "image.cache.remote_blocks.max_size_gb",
+      ].sort(),
     );
     const unshipped = CONFIG_KEYS.filter(
       (key) => getAt(defaults, key.parts) !== undefined && getAt(shipped, key.parts) === undefined,

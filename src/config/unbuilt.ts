@@ -51,7 +51,6 @@ const WITHOUT_EFFECT: readonly string[] = [
   "snapshot.",
   "backend.oss.",
   "ublk.daemon_binary_path",
-  "ublk.daemon_metrics_listen_addr",
   "ublk.overlaybd.global_config_path",
   "ublk.overlaybd.read_only",
   "ublk.overlaybd.runtime_upper_mode",
