@@ -1,4 +1,4 @@
-import { afterAll, describe, expect, test } from "bun:test";
+import { afterAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import { mkdtempSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -10,6 +10,8 @@ import { CONFIG_KEYS, CONFIG_TABLES, nearestKey } from "./keys.ts";
 import { configSchema } from "./schema.ts";
 import { getAt, isTree, type Tree } from "./tree.ts";
 import { hasNoEffect } from "./unbuilt.ts";
+
+setDefaultTimeout(30_000);
 
 const root = mkdtempSync(join(tmpdir(), "network-config-"));
 afterAll(() => rmSync(root, { recursive: true, force: true }));
