@@ -1,3 +1,4 @@
+import { createHash } from "node:crypto";
 import { mkdir, readdir, statfs } from "node:fs/promises";
 import { join } from "node:path";
 import { makeDirDurable, removeTree, syncPath, writeDurable } from "../lib/durable.ts";
@@ -90,6 +91,18 @@ const MIN_FREE_BYTES = 1 << 20;
 const MAX_LIVE_LOWERS = 128;
 /** How long the adoption of a sandbox waits for its agent; one that is slower is told later. */
 const ADOPTION_INIT_MS = 1000;
+
+/** What a guest can read of itself where the VMM has a metadata service. The token is there by its hash alone. */
+export function guestMetadata(identity: GuestIdentity): Record<string, string> {
+  return {
+    instanceID: identity.sandboxId,
+    envID: identity.templateId,
+    address: "",
+    accessTokenHash: createHash("sha512")
+      .update(identity.accessToken ?? "")
+      .digest("hex"),
+  };
+}
 
 /** Words for the guest kernel and our init; the same for a boot and every restore of what it became. */
 export function kernelArguments(slot: NetworkSlot, extra: readonly string[]): string[] {
@@ -284,6 +297,7 @@ class Factory implements SandboxFactory {
       network: { netnsPath: slot.netnsPath, tapName: slot.tapName, macAddress: slot.macAddress },
       memoryFile: lease.file,
       consoleLogPath: join(workDir, "console.log"),
+      metadata: guestMetadata(spec.identity),
     };
     const vm = await watch.measure("vmm", async () =>
       stack.use(
