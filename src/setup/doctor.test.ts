@@ -130,6 +130,66 @@ test("the port: free, ours, somebody else's", async () => {
   expect(find(free, "server")).toMatchObject({ detail: "not running" });
 });
 
+/** A host that lacks about everything, made of this one in a mount namespace. */
+const BARE_HOST = `
+  set -e
+  mount --make-rprivate /
+  mkdir -p "$dir/dev" "$dir/home" "$dir/run"
+  echo 2 > "$dir/two"; echo 128 > "$dir/few"
+  mount --bind "$dir/two" /proc/sys/kernel/io_uring_disabled
+  mount --bind "$dir/few" /proc/sys/fs/inotify/max_user_instances
+  : > "$dir/dev/null"; mount --bind /dev/null "$dir/dev/null"
+  : > "$dir/dev/urandom"; mount --bind /dev/urandom "$dir/dev/urandom"
+  mount --bind "$dir/dev" /dev
+  mount -t tmpfs -o size=1m tmpfs "$dir/home"
+  ulimit -n 1024
+  exec "$@"`;
+
+function onBareHost(argv: readonly string[], env: Record<string, string> = {}) {
+  return tryCommand(["unshare", "--mount", "/bin/sh", "-c", BARE_HOST, "sh", ...argv], {
+    env: {
+      ...(process.env as Record<string, string>),
+      dir,
+      API_ADDR: "127.0.0.1:1",
+      AENV_HOME_PATH: join(dir, "home"),
+      AENV_RUNTIME_PATH: join(dir, "run"),
+      ...env,
+    },
+  });
+}
+
+test("a host that lacks much: each thing is named with what to do", async () => {
+  const { exitCode, stdout } = await onBareHost([process.execPath, MAIN, "doctor"]);
+  expect(exitCode).toBe(1);
+  for (const line of [
+    /^warn +\/dev\/kvm +not there: guests are emulated.* → /m,
+    /^missing +\/dev\/net\/tun +.* → modprobe tun/m,
+    /^warn +io_uring +turned off \(kernel\.io_uring_disabled = 2\).* → sysctl -w kernel\.io_uring_disabled=0/m,
+    /^missing +disk space +.* → free space/m,
+    /^warn +open files +limit 1024 +→ LimitNOFILE/m,
+    /^missing +guest kernel +.* → run: agentenv setup/m,
+  ]) {
+    expect(stdout).toMatch(line);
+  }
+});
+
+test("a server refuses that host with every reason, and makes nothing", async () => {
+  const { exitCode, stderr } = await onBareHost([process.execPath, MAIN, "serve"], {
+    AENV_HOME_PATH: join(dir, "new"),
+  });
+  expect(exitCode).toBe(1);
+  expect(stderr).toContain("this host is not ready for sandboxes");
+  expect(stderr).toMatch(/\/dev\/net\/tun: .* → modprobe tun/);
+  expect(existsSync(join(dir, "new"))).toBe(false);
+  const badKey = await onBareHost([process.execPath, MAIN, "serve"], {
+    API_ADDR: "nonsense",
+    AENV_HOME_PATH: join(dir, "new"),
+  });
+  expect(badKey.exitCode).toBe(1);
+  expect(badKey.stderr).toContain("server.listen");
+  expect(existsSync(join(dir, "new"))).toBe(false);
+});
+
 test("one line per check, aligned, the cure behind an arrow", () => {
   const text = formatChecks([
     { name: "a", status: "ok", detail: "fine" },
