@@ -56,6 +56,15 @@ async function* decompress(
     const error = failure ?? cause;
     const code = error instanceof Error && "code" in error ? String(error.code) : "";
     const truncated = code === "Z_BUF_ERROR";
+    if (code === "ZSTD_error_frameParameter_windowTooLarge") {
+      throw new AenvError({
+        code: "image_unsupported",
+        status: 400,
+        message: "the layer's zstd stream needs a window of more than 128 MiB",
+        remediation: "compress it without --long or --ultra",
+        cause: error,
+      });
+    }
     throw new AenvError({
       code: truncated ? "image_truncated" : "image_unsupported",
       status: truncated ? 502 : 400,
