@@ -172,6 +172,18 @@ describe("a VM", () => {
     expect(existsSync(vm.reference.controlSocketPath)).toBe(false);
   });
 
+  test("has the limits of its disks, a second's worth and a burst", async () => {
+    const plain = specFor("limits");
+    const rateLimit = { bandwidthBytesPerSec: 10 * MiB, bandwidthBurstBytes: MiB, iops: 0, iopsBurst: 5 };
+    const spec = { ...plain, drives: plain.drives.map((drive) => ({ ...drive, rateLimit })) };
+    await using vm = await driverFor().launch(spec);
+    expect(requests(spec).find(({ path }) => path === "/drives/rootfs")?.body.rate_limiter).toEqual({
+      bandwidth: { size: 10 * MiB, refill_time: 1000, one_time_burst: MiB },
+      ops: { size: 0, refill_time: 0 },
+    });
+    expect(lives(vm)).toBe(true);
+  });
+
   test("saves its state only while it is paused, and leaves no pages behind", async () => {
     const spec = specFor("save");
     await using vm = await driverFor().launch(spec);
@@ -204,6 +216,13 @@ describe("a VM", () => {
             mem_backend: { backend_type: "File", backend_path: spec.memoryFile },
             network_overrides: [{ iface_id: "eth0", host_dev_name: "tap0" }],
             resume_vm: false,
+          },
+        },
+        {
+          method: "PATCH",
+          path: "/drives/rootfs",
+          body: {
+            rate_limiter: { bandwidth: { size: 0, refill_time: 0 }, ops: { size: 0, refill_time: 0 } },
           },
         },
         { path: "/mmds", body: { instanceID: spec.vmId } },

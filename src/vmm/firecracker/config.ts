@@ -1,6 +1,6 @@
 import { statSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
-import type { VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
+import type { DriveRateLimit, VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
 
 /** One request of the configuration, in the order they are sent. */
 export interface ApiRequest {
@@ -61,6 +61,18 @@ function metadataRequests(spec: VmLaunchSpec, configure: boolean): ApiRequest[] 
   return [...(configure ? [config] : []), { method: "PUT", path: "/mmds", body: spec.metadata }];
 }
 
+/** A bucket holds a second's worth, and the burst once; of size 0 it limits nothing and takes an earlier limit away. */
+function rateLimiter(limit: DriveRateLimit | undefined): Record<string, unknown> {
+  const bucket = (perSecond: number, burst: number) =>
+    perSecond === 0
+      ? { size: 0, refill_time: 0 }
+      : { size: perSecond, refill_time: 1000, one_time_burst: burst };
+  return {
+    bandwidth: bucket(limit?.bandwidthBytesPerSec ?? 0, limit?.bandwidthBurstBytes ?? 0),
+    ops: bucket(limit?.iops ?? 0, limit?.iopsBurst ?? 0),
+  };
+}
+
 /** Every request of a first boot, the start included. Throws on a spec that Firecracker cannot take. */
 export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
   return [
@@ -98,6 +110,7 @@ export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
           // The guest's flushes reach the device.
           cache_type: "Writeback",
           io_engine: "Sync",
+          ...(drive.rateLimit === undefined ? {} : { rate_limiter: rateLimiter(drive.rateLimit) }),
         },
       };
     }),
@@ -142,6 +155,14 @@ export function restoreRequests(spec: VmRestoreSpec): ApiRequest[] {
       },
       timeoutMs: START_MS,
     },
+    // The state brings the limits it was made with.
+    ...spec.drives.map(
+      (drive): ApiRequest => ({
+        method: "PATCH",
+        path: `/drives/${encodeURIComponent(drive.driveId)}`,
+        body: { drive_id: drive.driveId, rate_limiter: rateLimiter(drive.rateLimit) },
+      }),
+    ),
     // Configured by the state, the content is this sandbox's own.
     ...metadataRequests(spec, false),
     { method: "PATCH", path: "/vm", body: { state: "Resumed" } },

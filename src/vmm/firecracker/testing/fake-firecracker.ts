@@ -100,6 +100,12 @@ const schemas = {
   }),
 } as const;
 
+const patchDrive = z.strictObject({
+  drive_id: z.string(),
+  path_on_host: z.string().optional(),
+  rate_limiter: z.unknown().optional(),
+});
+
 type Resource = keyof typeof schemas;
 
 let state: "Not started" | "Running" | "Paused" = "Not started";
@@ -128,6 +134,10 @@ function perform(method: string, resource: Resource, path: string, body: Record<
   if (resource === "/mmds" && method === "PUT") {
     if (!booted && !configured.has("/mmds/config")) throw new Fault("The MMDS is not configured.");
     configured.set(path, body);
+    return;
+  }
+  if (resource === "/drives" && method === "PATCH") {
+    if (!booted) throw new Fault("The requested operation is not supported before starting the microVM.");
     return;
   }
   if (booted) throw new Fault("The requested operation is not supported after starting the microVM.");
@@ -173,7 +183,8 @@ Bun.serve({
     const resource = resourceOf(path);
     if (resource === undefined)
       return refuse(`Invalid request method and/or path: ${request.method} ${path}.`);
-    const parsed = schemas[resource].safeParse(text === "" ? undefined : JSON.parse(text));
+    const schema = resource === "/drives" && request.method === "PATCH" ? patchDrive : schemas[resource];
+    const parsed = schema.safeParse(text === "" ? undefined : JSON.parse(text));
     if (!parsed.success)
       return refuse(
         `An error occurred when deserializing the json body of a request: ${parsed.error.issues[0]?.message}`,
