@@ -84,10 +84,10 @@ export function processStartTicks(pid: number): string | undefined {
   }
 }
 
-const VMM_PROGRAMS = /^(qemu|firecracker|nsenter)/;
+const VMM_PROGRAMS = /^(qemu|firecracker|nsenter|setpriv)/;
 
 /**
- * VMM processes whose command line names a path in one of the directories. Finds those, too, whose
+ * VMM processes whose command line names a path in one of the directories, or that stand there. Finds those, too, whose
  * server died between starting them and writing down their pid.
  */
 export function findVmmProcesses(
@@ -99,7 +99,9 @@ export function findVmmProcesses(
     if (!Number.isInteger(pid) || pid === process.pid) continue;
     try {
       const commandLine = readFileSync(`/proc/${pid}/cmdline`, "utf8");
-      if (!dirs.some((dir) => commandLine.includes(`${dir}/`))) continue;
+      // Firecracker knows its directory by another name; it stands in it.
+      const cwd = readlinkSync(`/proc/${pid}/cwd`);
+      if (!dirs.some((dir) => commandLine.includes(`${dir}/`) || `${cwd}/`.startsWith(`${dir}/`))) continue;
       const program = basename(readlinkSync(`/proc/${pid}/exe`));
       const ticks = processStartTicks(pid);
       if (ticks !== undefined && VMM_PROGRAMS.test(program)) found.push({ pid, startTimeTicks: ticks });
