@@ -87,8 +87,8 @@ export function processStartTicks(pid: number): string | undefined {
 const VMM_PROGRAMS = /^(qemu|firecracker|nsenter|setpriv)/;
 
 /**
- * VMM processes whose command line names a path in one of the directories, or that stand there. Finds those, too, whose
- * server died between starting them and writing down their pid.
+ * VMM processes whose command line names a path in one of the directories, or that stand in one. Finds those,
+ * too, whose server died between starting them and writing down their pid.
  */
 export function findVmmProcesses(
   dirs: readonly string[],
