@@ -674,7 +674,7 @@ static bool close_idlest(http_server *s) {
   return idlest;
 }
 
-static void accept_one(http_server *s, int fd) {
+void http_adopt(http_server *s, int fd) {
   conn *c = s->nconns < s->max_conns || close_idlest(s) ? calloc(1, sizeof *c) : NULL;
   if (!c) {
     close(fd);
@@ -725,7 +725,7 @@ static void on_accept(ev *e, uint32_t events) {
   for (int i = 0; i < 32; i++) {
     int fd = accept4(e->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd >= 0) {
-      accept_one(s, fd);
+      http_adopt(s, fd);
       continue;
     }
     int why = errno;

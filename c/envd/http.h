@@ -101,6 +101,8 @@ struct http_server {
 // Listens on addr:port (0 = any, then srv->port tells which). 0, or -errno.
 int http_listen(http_server *s, loop *l, const char *addr, int port);
 void http_close(http_server *s);
+// Serves a connected, non-blocking socket, which is its from now on.
+void http_adopt(http_server *s, int fd);
 // Drops all connections but one (NULL: all), at once and without ceremony.
 void http_drop_others(http_server *s, conn *keep);
 

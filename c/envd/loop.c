@@ -105,28 +105,35 @@ void timer_clear(loop *l, timer *t) {
   }
 }
 
+int loop_turn(loop *l, int wait_ms) {
+  int wait = wait_ms;
+  if (l->ntimers) {
+    int64_t d = l->heap[1]->at - mono_ms();
+    int due = d < 0 ? 0 : d > INT_MAX ? INT_MAX : (int)d;
+    if (wait < 0 || due < wait) wait = due;
+  }
+  struct epoll_event events[64];
+  int n = epoll_wait(l->epfd, events, 64, wait);
+  if (n < 0 && errno != EINTR) return -errno;
+  for (int i = 0; i < n; i++) {
+    ev *e = events[i].data.ptr;
+    if (e->added) e->cb(e, events[i].events);
+  }
+  int64_t now = mono_ms();
+  // Bounded: a timer that re-arms itself for "now" must not keep the descriptors waiting.
+  for (unsigned k = l->ntimers; k && l->ntimers && l->heap[1]->at <= now; k--) {
+    timer *t = l->heap[1];
+    timer_clear(l, t);
+    t->cb(t);
+  }
+  free_later_now(l);
+  return n < 0 ? 0 : n;
+}
+
 int loop_run(loop *l) {
   while (!l->stop) {
-    int wait = -1;
-    if (l->ntimers) {
-      int64_t d = l->heap[1]->at - mono_ms();
-      wait = d < 0 ? 0 : d > INT_MAX ? INT_MAX : (int)d;
-    }
-    struct epoll_event events[64];
-    int n = epoll_wait(l->epfd, events, 64, wait);
-    if (n < 0 && errno != EINTR) return -errno;
-    for (int i = 0; i < n; i++) {
-      ev *e = events[i].data.ptr;
-      if (e->added) e->cb(e, events[i].events);
-    }
-    int64_t now = mono_ms();
-    // Bounded: a timer that re-arms itself for "now" must not keep the descriptors waiting.
-    for (unsigned k = l->ntimers; k && l->ntimers && l->heap[1]->at <= now; k--) {
-      timer *t = l->heap[1];
-      timer_clear(l, t);
-      t->cb(t);
-    }
-    free_later_now(l);
+    int rc = loop_turn(l, -1);
+    if (rc < 0) return rc;
   }
   return 0;
 }

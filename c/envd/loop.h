@@ -37,6 +37,8 @@ struct loop {
 int loop_init(loop *l); // 0, or -errno
 void loop_close(loop *l);
 int loop_run(loop *l); // until l->stop; 0, or -errno
+// One round: waits for events, at most wait_ms (-1: for ever) and not beyond the next timer. How many, or -errno.
+int loop_turn(loop *l, int wait_ms);
 
 // Watches fd for mask (0 = only errors). 0, or -errno.
 int ev_set(loop *l, ev *e, uint32_t mask);

@@ -8,7 +8,7 @@ out=${1:?directory}
 mkdir -p "$out"
 exec 9>"$out/lock"
 flock 9
-targets=(http json protobuf envelope multipart gzip text)
+targets=(http json protobuf envelope multipart exchange gzip text)
 common=(-std=c11 -g -O2 -D_GNU_SOURCE -fno-strict-aliasing -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 mapfile -t sources < <(ls c/envd/*.c | grep -v -e /main.c -e /copy.c -e /pack.c)
 sources+=(tests/fuzz/targets.c)

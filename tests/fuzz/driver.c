@@ -103,7 +103,10 @@ static const char *const words[] = {
     "Connection: close\r\n", "Expect: 100-continue\r\n", "Content-Disposition: form-data; name=\"file\"", "; filename=\"a\"",
     "; filename*=utf-8''%41", "{", "}", "[", "]", "null", "true", "\"", "\\u0041", "\\ud83d\\ude00", "\"process\":", "\"pid\":",
     "\"tag\":", "\"cmd\":", "\"args\":", "\"envs\":", "\"pty\":", "\"size\":", "\"cols\":", "\"stdin\":", "\"path\":", "1e9", "-1",
-    "\x1f\x8b\x08", "2026-01-02T03:04:05.678Z", "/../", "user:x:1000:1000::/:/bin/sh\n", "%2f", "\xf0\x9f\x98\x80"};
+    "\x1f\x8b\x08", "2026-01-02T03:04:05.678Z", "/../", "user:x:1000:1000::/:/bin/sh\n", "%2f", "\xf0\x9f\x98\x80",
+    "GET /g HTTP/1.1\r\nHost: x\r\n\r\n", "POST /s HTTP/1.1\r\nHost: x\r\n", "POST /c HTTP/1.1\r\nHost: x\r\n",
+    "POST /p HTTP/1.1\r\nHost: x\r\n", "5\r\nabcde\r\n", "0\r\n\r\n",
+    "POST /f HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"};
 
 static NO_COVERAGE void mutate(void) {
   const input *from = &kept[below((uint32_t)nkept)];

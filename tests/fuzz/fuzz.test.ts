@@ -20,6 +20,7 @@ const TARGETS: readonly (readonly [string, number])[] = [
   ["protobuf", SECONDS],
   ["envelope", SECONDS],
   ["multipart", SECONDS],
+  ["exchange", SHORT],
   ["gzip", SHORT],
   ["text", SHORT],
 ];

@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "../../c/envd/agent.h"
 #include "../../c/envd/flate.h"
@@ -191,6 +193,137 @@ static int fuzz_multipart(const uint8_t *p, size_t n) {
   return 0;
 }
 
+// ---- whole exchanges ---------------------------------------------------------------------------
+
+// The server itself on one end of a socket pair, the bytes in pieces from the other: requests one after the other,
+// bodies of every kind, handlers that stream, pause, refuse. In the end the connection is gone, whatever came.
+enum { ROUNDS_MAX = 5000 };
+
+typedef struct {
+  conn *paused;
+  multipart mp;
+  bool in_form;
+} exchange;
+static exchange ex;
+static unsigned answered, handled;
+
+static size_t ex_echo(conn *c, const uint8_t *p, size_t n) {
+  http_write(c, p, n);
+  return n;
+}
+
+static void ex_echo_end(conn *c) {
+  answered++;
+  http_end(c);
+}
+
+static size_t ex_slowly(conn *c, const uint8_t *p, size_t n) {
+  (void)p;
+  CHECK(n && !ex.paused);
+  ex.paused = c;
+  http_pause_body(c);
+  return n < 3 ? n : 3;
+}
+
+static void ex_reply_end(conn *c) {
+  answered++;
+  http_reply(c, 200, "text/plain", "done", 4, NULL);
+}
+
+static void ex_slow_gone(conn *c) {
+  if (ex.paused == c) ex.paused = NULL;
+}
+
+static size_t ex_form(conn *c, const uint8_t *p, size_t n) {
+  if (multipart_feed(&ex.mp, p, n)) http_error(c, 400, "malformed");
+  return n;
+}
+
+static void ex_form_gone(conn *c) {
+  (void)c;
+  CHECK(ex.in_form);
+  ex.in_form = false;
+  multipart_free(&ex.mp);
+}
+
+static void ex_collected(conn *c, const uint8_t *p, size_t n) {
+  answered++;
+  http_reply(c, 200, "text/plain", p, n, NULL);
+}
+
+static events ex_events;
+static const sink ex_echo_sink = {.data = ex_echo, .end = ex_echo_end};
+static const sink ex_slow_sink = {.data = ex_slowly, .end = ex_reply_end, .gone = ex_slow_gone};
+static const sink ex_form_sink = {.data = ex_form, .end = ex_reply_end, .gone = ex_form_gone};
+
+static void ex_handle(conn *c) {
+  handled++;
+  CHECK(!ex.paused && !ex.in_form);
+  switch (c->r.path[0] ? c->r.path[1] : 0) {
+  case 'c': http_collect(c, 200, ex_collected); return;
+  case 's':
+    c->sink = &ex_echo_sink;
+    http_begin(c, 200, "text/plain", NULL, -1);
+    return;
+  case 'p': c->sink = &ex_slow_sink; return;
+  case 'f': {
+    const char *type = http_header(c, "content-type");
+    ex_events = (events){0};
+    ex.mp = (multipart){.arg = &ex_events, .begin = on_begin, .data = on_data, .end = on_end};
+    if (!type || multipart_init(&ex.mp, type)) {
+      multipart_free(&ex.mp);
+      break;
+    }
+    ex.in_form = true;
+    c->sink = &ex_form_sink;
+    return;
+  }
+  case 'g': http_reply(c, 204, NULL, NULL, 0, NULL); return;
+  default: break;
+  }
+  http_error(c, 404, "no such path");
+}
+
+static void ex_turn(http_server *s, int client) {
+  CHECK(loop_turn(s->l, 0) >= 0);
+  if (ex.paused) {
+    conn *c = ex.paused;
+    ex.paused = NULL;
+    http_resume_body(c);
+  }
+  for (conn *c = s->conns; c; c = c->next) CHECK(buf_len(&c->in) <= HTTP_IN_MAX + 64 * 1024);
+  char out[4096];
+  while (recv(client, out, sizeof out, MSG_DONTWAIT) > 0) {
+  }
+}
+
+static int fuzz_exchange(const uint8_t *p, size_t n) {
+  static loop l;
+  static http_server s;
+  if (!s.l) {
+    CHECK(!loop_init(&l));
+    s = (http_server){.l = &l, .handle = ex_handle, .max_conns = 4};
+  }
+  if (!n) return 0;
+  int pair[2];
+  CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair));
+  http_adopt(&s, pair[0]);
+  CHECK(s.nconns == 1);
+  answered = handled = 0;
+  size_t piece = p[0] < 128 ? (size_t)p[0] + 1 : n;
+  for (size_t i = 1; i < n; i += piece) {
+    size_t k = n - i < piece ? n - i : piece;
+    if (send(pair[1], p + i, k, MSG_NOSIGNAL) < 0) break; // closed on us
+    ex_turn(&s, pair[1]);
+  }
+  shutdown(pair[1], SHUT_WR);
+  unsigned rounds = 0;
+  while (s.nconns && rounds++ < ROUNDS_MAX) ex_turn(&s, pair[1]);
+  CHECK(!s.nconns && answered <= handled && !ex.paused && !ex.in_form && !l.ntimers);
+  close(pair[1]);
+  return 0;
+}
+
 // ---- DEFLATE -----------------------------------------------------------------------------------
 
 enum { PLAIN_MAX = 1 << 16 };
@@ -277,6 +410,7 @@ static int fuzz_text(const uint8_t *p, size_t n) {
 }
 
 const fuzz_target fuzz_targets[] = {
-    {"http", fuzz_http, 25},         {"json", fuzz_json, 20}, {"protobuf", fuzz_protobuf, 20}, {"envelope", fuzz_envelope, 20},
-    {"multipart", fuzz_multipart, 3}, {"gzip", fuzz_gzip, 1},  {"text", fuzz_text, 11},         {NULL, NULL, 0},
+    {"http", fuzz_http, 25},          {"json", fuzz_json, 20}, {"protobuf", fuzz_protobuf, 20}, {"envelope", fuzz_envelope, 20},
+    {"multipart", fuzz_multipart, 3}, {"gzip", fuzz_gzip, 1},  {"text", fuzz_text, 10},         {"exchange", fuzz_exchange, 1},
+    {NULL, NULL, 0},
 };
