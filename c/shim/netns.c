@@ -333,6 +333,9 @@ static int configure_inside(struct job *job, int fd, int host_ns, struct aenv_ne
   STEP("set the tap's MAC address", link_set_mac(fd, tap, slot->gateway_mac_low));
   STEP("set ARP timing", interface_sysctl("ipv4", "neigh", TAP_IF, "retrans_time_ms", "100", false));
   STEP("set ARP timing", interface_sysctl("ipv4", "neigh", PEER_IF, "retrans_time_ms", "100", false));
+  /* ARP requests from addresses that are not behind the tap make no neighbours: all namespaces share one
+   * table of them, and a guest could fill it. */
+  STEP("filter what comes from the tap", interface_sysctl("ipv4", "conf", TAP_IF, "rp_filter", "1", false));
   STEP("bring lo up", link_up(fd, lo));
   STEP("bring vpeer up", link_up(fd, peer));
   STEP("bring tap0 up", link_up(fd, tap));

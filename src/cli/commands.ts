@@ -291,6 +291,17 @@ export const COMMANDS: readonly Command[] = [
     run: info,
   },
   {
+    name: "network show",
+    group: SANDBOXES,
+    summary: "Show what a running sandbox may reach, and what that has let through and refused",
+    details:
+      "The rules in the order they are asked, with the first packets of connections each has decided; what goes by name is counted above them. The last refusals by name tell why.",
+    arguments: [sandbox("running-sandbox")],
+    flags: [OUTPUT_FLAG],
+    examples: ["aenv network show ID", "aenv network show ID --output json | jq .refused.packets"],
+    run: async (invocation) => (await import("./network.ts")).networkShow(invocation),
+  },
+  {
     name: "list",
     group: SANDBOXES,
     aliases: ["ls"],

@@ -36,6 +36,22 @@ function replaceTable(name: string, body: string): string {
   return `table inet ${name}\ndelete table inet ${name}\ntable inet ${name} {\n${body}}\n`;
 }
 
+/** What one guest may take of things that all guests of a host share. */
+export interface GuestLimits {
+  /** Tracked connections past the host at a time (what is not TCP counts until the kernel forgets it). */
+  readonly connections: number;
+  /** Packets to the node's name server, a second. */
+  readonly namePacketsPerSecond: number;
+  /** New connections to the egress proxy, a second. */
+  readonly webConnectionsPerSecond: number;
+}
+
+export const GUEST_LIMITS: GuestLimits = {
+  connections: 16_384,
+  namePacketsPerSecond: 1000,
+  webConnectionsPerSecond: 1000,
+};
+
 export interface HostRules {
   readonly plan: AddressPlan;
   readonly alwaysDeniedCidrs: readonly string[];
@@ -43,6 +59,7 @@ export interface HostRules {
   /** Ports of the egress proxy and of the name server for restricted guests, at the plan's egress address. */
   readonly proxyPort: number;
   readonly namePort: number;
+  readonly limits: GuestLimits;
 }
 
 /** What no guest reaches, whatever its policy: this node's pools, the VM link and the configured blocks. */
@@ -82,10 +99,11 @@ function blockRules(kind: "allow" | "deny", verdict: string): string {
  * 1,000 of them made it five times slower.) A slot whose address is in no set is refused everything.
  *
  * Order: denied, allowed blocks, denied blocks, open. `restricted`: not open, and DNS is answered by the node.
- * `filtered`: by domain names, too. `refused` counts.
+ * `filtered`: by domain names, too. `refused` counts. `connections`, `names` and `webs` hold what each guest
+ * takes of what they share; packets over the limits are refused or dropped.
  */
 export function hostRuleset(rules: HostRules): string {
-  const { plan, alwaysDeniedCidrs, dnsServer, proxyPort, namePort } = rules;
+  const { plan, alwaysDeniedCidrs, dnsServer, proxyPort, namePort, limits } = rules;
   const group = plan.deviceGroup;
   const pool = formatCidr(plan.hostInteraction);
   const egress = formatIpv4(plan.egressAddress);
@@ -115,6 +133,23 @@ export function hostRuleset(rules: HostRules): string {
   set refused {
     type ipv4_addr
     counter
+  }
+  set connections {
+    type ipv4_addr
+    size 65536
+    flags dynamic
+  }
+  set names {
+    type ipv4_addr
+    size 65536
+    flags dynamic, timeout
+    timeout 10s
+  }
+  set webs {
+    type ipv4_addr
+    size 65536
+    flags dynamic, timeout
+    timeout 10s
   }
 ${blockSets("allow")}${blockSets("deny")}  chain spoofed {
     type filter hook prerouting priority raw; policy accept;
@@ -147,12 +182,15 @@ ${blockRules("deny", "goto guest_refuse")}  }
   }
   chain guest_judge {
     ip daddr @denied goto guest_refuse
+    ct state new add @connections { ip saddr ct count over ${limits.connections} } goto guest_refuse
     ip saddr @allowing jump guest_allow
     ip saddr @denying jump guest_deny
     ip saddr @open accept
     goto guest_refuse
   }
   chain guest_to_host {
+    ip daddr ${egress} meta l4proto { tcp, udp } th dport ${namePort} update @names { ip saddr limit rate over ${limits.namePacketsPerSecond}/second burst ${2 * limits.namePacketsPerSecond} packets } drop
+    ip daddr ${egress} tcp dport ${proxyPort} ct state new update @webs { ip saddr limit rate over ${limits.webConnectionsPerSecond}/second burst ${4 * limits.webConnectionsPerSecond} packets } drop
     ip saddr @restricted meta l4proto { tcp, udp } th dport { 53, 853 } goto guest_refuse
     ct state established,related accept
     ct status dnat ip daddr ${egress} tcp dport ${proxyPort} ip saddr @filtered accept
@@ -185,6 +223,11 @@ ${blockRules("deny", "goto guest_refuse")}  }
     iifgroup ${group} goto guest_to_host
     ip daddr ${egress} ct state established,related accept
     ip daddr ${egress} goto guest_refuse
+  }
+  chain segments {
+    type filter hook forward priority mangle; policy accept;
+    iifgroup ${group} tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu
+    oifgroup ${group} tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu
   }
   chain forward {
     type filter hook forward priority filter; policy accept;

@@ -16,3 +16,9 @@ test.skipIf(lacking !== "")(
   () => runNetnsSuite(join(import.meta.dir, "policy.netns.ts")),
   180_000,
 );
+
+test.skipIf(lacking !== "")(
+  "hostile guests and other firewalls in real namespaces",
+  () => runNetnsSuite(join(import.meta.dir, "hostile.netns.ts")),
+  180_000,
+);

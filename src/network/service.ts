@@ -22,16 +22,16 @@ import {
   tableNameOf,
   VM_LINK,
 } from "./address-plan.ts";
-import { closeDockerForward, openDockerForward } from "./docker-forward.ts";
 import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
 import { type CompiledPolicy, compilePolicy, DEFAULT_POLICY, type EgressPolicy } from "./egress-policy.ts";
 import { chooseDnsServer, enableForwarding, ownLocalAddress, requireHostSupport } from "./host.ts";
+import { closeHostFirewall, openHostFirewall } from "./host-firewall.ts";
 import type { Batch } from "./nft.ts";
 import { WarmPool } from "./pool.ts";
 import { lockPool } from "./pool-lock.ts";
 import { readPolicyCounters } from "./report.ts";
 import { FlowTable, RuleWriter } from "./rule-writer.ts";
-import { changePolicy, deniedCidrs, hostRuleset, namespaceRules } from "./ruleset.ts";
+import { changePolicy, deniedCidrs, GUEST_LIMITS, hostRuleset, namespaceRules } from "./ruleset.ts";
 import type {
   KeptSlot,
   NetworkService,
@@ -129,8 +129,8 @@ class Service implements NetworkService {
     if (await enableForwarding()) this.#log.info("turned IPv4 forwarding on (net.ipv4.ip_forward=1)");
     await mkdir(this.#netnsDir, { recursive: true, mode: 0o755 });
     // Each is a program to start: they need not wait for each other.
-    const docker = openDockerForward(this.#options.hostInteractionCidr, this.#plan.tableName, this.#log);
-    undo.defer(async () => void (await docker.catch(() => undefined)));
+    const firewall = openHostFirewall(this.#options.hostInteractionCidr, this.#plan.tableName, this.#log);
+    undo.defer(async () => void (await firewall.catch(() => undefined)));
     await ownLocalAddress(this.#plan.egressAddress, true);
     const egress = undo.use(
       await startEgress({
@@ -139,6 +139,7 @@ class Service implements NetworkService {
         deniedCidrs: deniedCidrs(this.#plan, this.#options.alwaysDeniedCidrs),
         findGuest: (address) => this.#guestView(address),
         log: this.#log,
+        ...(this.#options.proxyLimits === undefined ? {} : { proxyLimits: this.#options.proxyLimits }),
       }),
     );
     this.#egress = egress;
@@ -147,7 +148,7 @@ class Service implements NetworkService {
       writer: undo.use(new RuleWriter(this.#plan.tableName)),
       flows: undo.use(new FlowTable()),
     };
-    await docker;
+    await firewall;
     await this.#removeLeftovers(new Set(kept.keys()));
     await this.#restorePolicies(kept);
     this.#locks = undo.move();
@@ -187,7 +188,7 @@ class Service implements NetworkService {
         return;
       }
       await removeTable(this.#plan.tableName);
-      await closeDockerForward(this.#plan.tableName);
+      await closeHostFirewall(this.#plan.tableName);
       await ownLocalAddress(this.#plan.egressAddress, false);
     } finally {
       await this.#locks?.disposeAsync();
@@ -224,6 +225,7 @@ class Service implements NetworkService {
       dnsServer: this.#dnsServer,
       proxyPort: egress.proxyPort,
       namePort: egress.namePort,
+      limits: { ...GUEST_LIMITS, ...this.#options.guestLimits },
     });
     try {
       await runCommand(["nft", "-f", "-"], { stdin: rules });
@@ -232,7 +234,7 @@ class Service implements NetworkService {
         code: "network_rules_refused",
         message: "the host's firewall rules could not be installed",
         remediation:
-          "the kernel needs nf_tables with nat, reject, ct, fib and masquerade (modules nft_*), and nft 1.0 or later",
+          "the kernel needs nf_tables with nat, reject, ct, fib, limit, connlimit and masquerade (modules nft_*), and nft 1.0 or later",
         cause,
       });
     }
@@ -294,7 +296,7 @@ class Service implements NetworkService {
     using _held = lock;
     for (const index of indices) await this.#removeLinkedSlot(`slot-${pool}-${index}`, index, base);
     await removeTable(tableNameOf(base));
-    await closeDockerForward(tableNameOf(base));
+    await closeHostFirewall(tableNameOf(base));
     await ownLocalAddress(base, false);
     return indices.size;
   }

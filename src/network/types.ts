@@ -1,6 +1,7 @@
-import type { GuestLedger } from "./egress/index.ts";
+import type { GuestLedger, ProxyLimits } from "./egress/index.ts";
 import type { EgressPolicy } from "./egress-policy.ts";
 import type { PoolOptions } from "./pool.ts";
+import type { GuestLimits } from "./ruleset.ts";
 
 /** One network slot: namespace, veth pair and tap, ready for a VM. Names: spec, address plan. */
 export interface NetworkSlot extends AsyncDisposable {
@@ -81,6 +82,10 @@ export interface NetworkServiceOptions {
   readonly alwaysDeniedCidrs: readonly string[];
   /** IPv4 address that answers the guests' DNS queries. Absent: chosen from the host's resolver files. */
   readonly dnsServer?: string;
+  /** What one guest may take of what all share. Default: {@link GUEST_LIMITS}. */
+  readonly guestLimits?: Partial<GuestLimits>;
+  /** Of the egress proxy; what is absent is as in PROXY_LIMITS. */
+  readonly proxyLimits?: Partial<ProxyLimits>;
   /** Slots kept ready. Absent: each is made when it is asked for and removed when it is given back. */
   readonly pool?: PoolOptions;
 }

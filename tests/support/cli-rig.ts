@@ -9,6 +9,7 @@ import type { Orchestrator, SandboxRecord } from "../../src/orchestrator/types.t
 import { type Front, startFront } from "../../src/proxy/index.ts";
 import type { SnapshotRecord } from "../../src/snapshot/types.ts";
 import type { BuildLogEntry, BuildStartRequest, TemplateService } from "../../src/template/types.ts";
+import { fakeReport } from "./fake-network.ts";
 
 const ROOT = join(import.meta.dir, "../..");
 const ENVD = join(ROOT, "build/envd");
@@ -203,6 +204,9 @@ export class CliRig implements AsyncDisposable {
     return record;
   }
 
+  /** What every running sandbox is told of its network. */
+  networkReport = fakeReport();
+
   /** Cuts all connections into a sandbox, as when it goes away. */
   cut(id: string): void {
     this.#gone.get(id)?.abort();
@@ -374,6 +378,16 @@ export class CliRig implements AsyncDisposable {
         return this.#find(id);
       },
       get: (id) => this.#find(id),
+      networkReport: async (id) => {
+        if (this.#find(id).state !== "running") {
+          throw new AenvError({
+            code: "sandbox_state_conflict",
+            status: 409,
+            message: "the sandbox is paused",
+          });
+        }
+        return this.networkReport;
+      },
       list: () => [...this.records.values()],
       kill: async (id) => {
         this.#find(id);

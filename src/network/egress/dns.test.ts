@@ -70,36 +70,50 @@ describe("names", () => {
   test("answers are kept while they last; many questions at once are one", async () => {
     using dns = await startServer({ "a.example": ["192.0.2.1", "10.0.0.1", "192.0.2.2", "192.0.2.1"] });
     const names = new Names({ server: dns.server, isDenied });
-    const all = await Promise.all(Array.from({ length: 20 }, () => names.resolve("a.example")));
+    const all = await Promise.all(Array.from({ length: 20 }, () => names.resolve("a.example", 1)));
     for (const { addresses, ttlSeconds } of all) {
       expect([...addresses].sort()).toEqual([ip("192.0.2.1"), ip("192.0.2.2")]);
       expect(ttlSeconds).toBeLessThanOrEqual(60);
     }
-    await names.resolve("a.example");
+    await names.resolve("a.example", 1);
     expect(dns.asked).toEqual(["a.example"]);
   });
 
   test("no such name and no address are answers; a failure is not", async () => {
     using dns = await startServer({ "empty.example": [], "fail.example": 2 });
     const names = new Names({ server: dns.server, isDenied });
-    expect((await names.resolve("none.example")).addresses).toEqual([]);
-    expect((await names.resolve("empty.example")).addresses).toEqual([]);
-    await expect(names.resolve("fail.example")).rejects.toThrow();
-    expect(await names.owns("none.example", ip("192.0.2.1"))).toBe(false);
+    expect((await names.resolve("none.example", 1)).addresses).toEqual([]);
+    expect((await names.resolve("empty.example", 1)).addresses).toEqual([]);
+    await expect(names.resolve("fail.example", 1)).rejects.toThrow();
+    expect(await names.owns("none.example", ip("192.0.2.1"), 1)).toBe(false);
   });
 
   test("an address is the name's own after the name has moved on, and others' are not", async () => {
     using dns = await startServer({ "a.example": ["192.0.2.1"] }, 1);
     const names = new Names({ server: dns.server, isDenied });
-    await names.resolve("a.example");
+    await names.resolve("a.example", 1);
     dns.zone["a.example"] = ["192.0.2.2"];
     await Bun.sleep(1050);
-    expect((await names.resolve("a.example")).addresses).toEqual([ip("192.0.2.2")]);
-    expect(await names.owns("a.example", ip("192.0.2.1"))).toBe(true);
-    expect(await names.owns("a.example", ip("192.0.2.2"))).toBe(true);
-    expect(await names.owns("a.example", ip("192.0.2.3"))).toBe(false);
-    expect(await names.owns("b.example", ip("192.0.2.1"))).toBe(false);
+    expect((await names.resolve("a.example", 1)).addresses).toEqual([ip("192.0.2.2")]);
+    expect(await names.owns("a.example", ip("192.0.2.1"), 1)).toBe(true);
+    expect(await names.owns("a.example", ip("192.0.2.2"), 1)).toBe(true);
+    expect(await names.owns("a.example", ip("192.0.2.3"), 1)).toBe(false);
+    expect(await names.owns("b.example", ip("192.0.2.1"), 1)).toBe(false);
   });
+
+  test("a guest whose questions are not answered keeps nobody else from asking", async () => {
+    const zone: Record<string, string[] | number> = { "a.example": ["192.0.2.1"] };
+    for (let i = 0; i < 65; i++) zone[`silent${i}.example`] = -1;
+    using dns = await startServer(zone);
+    const names = new Names({ server: dns.server, isDenied });
+    const stuck = Array.from({ length: 65 }, (_, i) => names.resolve(`silent${i}.example`, 1));
+    await expect(stuck[64]).rejects.toThrow("64 names are being looked up already");
+    expect((await names.resolve("a.example", 2)).addresses).toEqual([ip("192.0.2.1")]);
+    // They are asked again after two seconds, and have their place back then.
+    for (let i = 0; i < 65; i++) zone[`silent${i}.example`] = ["192.0.2.2"];
+    await Promise.all(stuck.slice(0, 64));
+    expect((await names.resolve("silent64.example", 1)).addresses).toEqual([ip("192.0.2.2")]);
+  }, 20_000);
 
   test("the table is bounded", async () => {
     const zone: Record<string, string[]> = {};
@@ -107,7 +121,7 @@ describe("names", () => {
     using dns = await startServer(zone);
     const names = new Names({ server: dns.server, isDenied });
     for (let i = 0; i < 10_050; i += 50) {
-      await Promise.all(Array.from({ length: 50 }, (_, k) => names.resolve(`n${i + k}.example`)));
+      await Promise.all(Array.from({ length: 50 }, (_, k) => names.resolve(`n${i + k}.example`, k % 2)));
     }
     expect(names.size).toBe(10_000);
   }, 20_000);

@@ -6,10 +6,11 @@ import { inRanges, mergeRanges } from "../egress-policy.ts";
 import { type GuestLedger, Ledgers } from "./ledger.ts";
 import { NameServer, type NameServerCounters } from "./name-server.ts";
 import { Names } from "./names.ts";
-import { EgressProxy, type ProxyCounters } from "./proxy.ts";
+import { EgressProxy, PROXY_LIMITS, type ProxyCounters, type ProxyLimits } from "./proxy.ts";
 import type { FindGuest } from "./types.ts";
 
 export type { GuestLedger } from "./ledger.ts";
+export type { ProxyLimits } from "./proxy.ts";
 export type { FindGuest, GuestView } from "./types.ts";
 
 export interface EgressOptions {
@@ -19,6 +20,7 @@ export interface EgressOptions {
   readonly deniedCidrs: readonly string[];
   readonly findGuest: FindGuest;
   readonly log: Logger;
+  readonly proxyLimits?: Partial<ProxyLimits>;
 }
 
 /** The two servers behind the host's diverting rules. */
@@ -81,7 +83,11 @@ export async function startEgress(options: EgressOptions): Promise<Egress> {
   using undo = new DisposableStack();
   const [proxy, proxyPort] = await onFreePort(
     FIRST_PORT,
-    (port) => new EgressProxy({ address, port, names, isDenied, findGuest, ledgers, log }),
+    (port) =>
+      new EgressProxy({
+        ...{ address, port, names, isDenied, findGuest, ledgers, log },
+        limits: { ...PROXY_LIMITS, ...options.proxyLimits },
+      }),
   );
   undo.use(proxy);
   const [nameServer, namePort] = await onFreePort(proxyPort + 1, (port) =>

@@ -30,6 +30,8 @@ export interface NameServerCounters {
 
 /** Questions of one guest that wait for an answer; more are dropped (the guest asks again). */
 const MAX_WAITING_PER_GUEST = 64;
+/** Each try takes one report of an unreachable port off the socket. */
+const MAX_SENDS = 16;
 const MAX_TCP_PER_GUEST = 16;
 const TCP_IDLE_SECONDS = 10;
 const MAX_TCP_PENDING_BYTES = 4096;
@@ -96,7 +98,7 @@ export class NameServer implements Disposable {
 
   async #lookUp(guest: number, query: DnsQuery, maxAnswers: number): Promise<Buffer> {
     try {
-      const { addresses, ttlSeconds } = await this.#options.names.resolve(query.name);
+      const { addresses, ttlSeconds } = await this.#options.names.resolve(query.name, guest);
       this.counters.answered++;
       this.#options.ledgers.count(guest, "nameAnswered");
       return writeAnswer(query, DnsCode.ok, addresses.slice(0, maxAnswers), ttlSeconds);
@@ -117,7 +119,7 @@ export class NameServer implements Disposable {
         data: async (socket, bytes, peerPort, peer) => {
           try {
             const answer = await this.answer(parseIpv4(peer) ?? 0, bytes, MAX_UDP_ANSWERS);
-            if (answer !== undefined && !socket.closed) socket.send(answer, peerPort, peer);
+            if (answer !== undefined && !socket.closed) sendTo(socket, answer, peerPort, peer, log);
           } catch (error) {
             log.error({ err: error }, "answering a guest's DNS query failed");
           }
@@ -187,6 +189,29 @@ export class NameServer implements Disposable {
       socket.terminate();
     } finally {
       state.busy = false;
+    }
+  }
+}
+
+/**
+ * A guest that closed its socket answers with "port unreachable", which the kernel reports at the next send,
+ * to whomever that is: then nothing was sent, and it is tried again.
+ */
+function sendTo(
+  socket: Bun.udp.Socket<"buffer">,
+  answer: Buffer,
+  port: number,
+  address: string,
+  log: Logger,
+): void {
+  for (let tries = 1; ; tries++) {
+    try {
+      socket.send(answer, port, address);
+      return;
+    } catch (error) {
+      if (tries < MAX_SENDS) continue;
+      log.debug({ err: error }, "name server: an answer could not be sent");
+      return;
     }
   }
 }

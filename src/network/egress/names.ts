@@ -16,7 +16,9 @@ export interface NamesOptions {
 
 const MAX_NAMES = 10_000;
 const MAX_ADDRESSES_PER_NAME = 256;
-const MAX_LOOKUPS = 512;
+const MAX_LOOKUPS = 4096;
+/** Of one guest: names of a server that does not answer must not keep others from being asked for. */
+const MAX_LOOKUPS_PER_GUEST = 64;
 const MIN_TTL_SECONDS = 1;
 const MAX_TTL_SECONDS = 300;
 const NO_ADDRESS_TTL_SECONDS = 5;
@@ -44,6 +46,7 @@ export class Names {
   /** In order of last use: the first goes when there are too many. */
   readonly #entries = new Map<string, Entry>();
   readonly #lookups = new Map<string, Promise<NameAnswer>>();
+  readonly #lookupsOf = new Map<number, number>();
 
   constructor({ server, isDenied }: NamesOptions) {
     this.#resolver = new dns.Resolver({ timeout: QUERY_TIMEOUT_MS, tries: QUERY_TRIES });
@@ -55,8 +58,11 @@ export class Names {
     return this.#entries.size;
   }
 
-  /** From the table while the answer lasts, else asked anew. Rejects when the server does not answer. */
-  async resolve(name: string): Promise<NameAnswer> {
+  /**
+   * From the table while the answer lasts, else asked anew. Rejects when the server does not answer, or too
+   * many questions of the guest wait for it.
+   */
+  async resolve(name: string, guest: number): Promise<NameAnswer> {
     const entry = this.#entries.get(name);
     const now = performance.now();
     if (entry !== undefined && entry.freshUntil > now) {
@@ -66,23 +72,33 @@ export class Names {
     }
     let lookup = this.#lookups.get(name);
     if (lookup === undefined) {
-      if (this.#lookups.size >= MAX_LOOKUPS)
-        throw new Error(`${MAX_LOOKUPS} names are being looked up already`);
-      lookup = this.#lookup(name).finally(() => this.#lookups.delete(name));
+      const own = this.#lookupsOf.get(guest) ?? 0;
+      if (own >= MAX_LOOKUPS_PER_GUEST || this.#lookups.size >= MAX_LOOKUPS) {
+        throw new Error(`${Math.min(own, this.#lookups.size)} names are being looked up already`);
+      }
+      this.#lookupsOf.set(guest, own + 1);
+      lookup = this.#lookup(name).finally(() => this.#ended(name, guest));
       this.#lookups.set(name, lookup);
     }
     return lookup;
   }
 
   /** Whether the name has the address, or had it lately. Asks anew when it is not known to. */
-  async owns(name: string, address: number): Promise<boolean> {
+  async owns(name: string, address: number, guest: number): Promise<boolean> {
     const entry = this.#entries.get(name);
     const pinned = entry?.pins.get(address);
     if (entry !== undefined && pinned !== undefined && pinned > performance.now()) {
       this.#touch(name, entry);
       return true;
     }
-    return (await this.resolve(name)).addresses.includes(address);
+    return (await this.resolve(name, guest)).addresses.includes(address);
+  }
+
+  #ended(name: string, guest: number): void {
+    this.#lookups.delete(name);
+    const left = (this.#lookupsOf.get(guest) ?? 1) - 1;
+    if (left === 0) this.#lookupsOf.delete(guest);
+    else this.#lookupsOf.set(guest, left);
   }
 
   async #lookup(name: string): Promise<NameAnswer> {

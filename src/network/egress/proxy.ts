@@ -10,7 +10,10 @@ export interface ProxyLimits {
   /** Connections of one guest and of all guests at a time; more are reset. */
   readonly connectionsPerGuest: number;
   readonly connections: number;
-  /** Bytes that wait in this process for a slow reader, of all connections; more ends the connection. */
+  /** What every guest may still have when others have taken more than half of all. */
+  readonly reservedPerGuest: number;
+  /** Bytes that wait in this process, of one guest and of all; more ends the connection. */
+  readonly waitingBytesPerGuest: number;
   readonly waitingBytes: number;
   /** From accept to a readable host name, and from there to an open connection. */
   readonly prefaceTimeoutMs: number;
@@ -20,6 +23,8 @@ export interface ProxyLimits {
 export const PROXY_LIMITS: ProxyLimits = {
   connectionsPerGuest: 2048,
   connections: 16_384,
+  reservedPerGuest: 64,
+  waitingBytesPerGuest: 32 * 1024 * 1024,
   waitingBytes: 256 * 1024 * 1024,
   prefaceTimeoutMs: 10_000,
   connectTimeoutMs: 10_000,
@@ -85,6 +90,11 @@ class Connection {
   }
 }
 
+interface GuestConnections {
+  readonly open: Set<Connection>;
+  waitingBytes: number;
+}
+
 /**
  * The node's one egress proxy: takes the web connections that the host's rules divert from guests with domain
  * rules, reads which host they are for, and joins them to their destination if the policy allows the host and
@@ -95,7 +105,7 @@ export class EgressProxy implements Disposable {
   readonly counters: ProxyCounters = { open: 0, relayed: 0, refused: 0 };
   readonly #options: ProxyOptions;
   readonly #limits: ProxyLimits;
-  readonly #byGuest = new Map<number, Set<Connection>>();
+  readonly #byGuest = new Map<number, GuestConnections>();
   readonly #listener: { stop(force?: boolean): void };
   #waitingBytes = 0;
 
@@ -125,11 +135,11 @@ export class EgressProxy implements Disposable {
 
   /** Ends the guest's connections: its slot is given back. */
   closeGuest(guest: number): void {
-    for (const connection of [...(this.#byGuest.get(guest) ?? [])]) this.#close(connection);
+    for (const connection of [...(this.#byGuest.get(guest)?.open ?? [])]) this.#close(connection);
   }
 
   openConnections(guest: number): number {
-    return this.#byGuest.get(guest)?.size ?? 0;
+    return this.#byGuest.get(guest)?.open.size ?? 0;
   }
 
   [Symbol.dispose](): void {
@@ -143,13 +153,7 @@ export class EgressProxy implements Disposable {
     const guest = parseIpv4(socket.remoteAddress) ?? 0;
     const view = this.#options.findGuest(guest);
     const destination = originalDestination(socket.fd ?? -1);
-    const others = this.#byGuest.get(guest);
-    if (
-      view === undefined ||
-      destination === undefined ||
-      (others?.size ?? 0) >= this.#limits.connectionsPerGuest ||
-      this.counters.open >= this.#limits.connections
-    ) {
+    if (view === undefined || destination === undefined || !this.#hasRoom(guest)) {
       this.counters.refused++;
       if (view !== undefined && destination !== undefined) {
         this.#options.ledgers.refusal(guest, "connectionRefused", "too many connections at a time");
@@ -160,8 +164,9 @@ export class EgressProxy implements Disposable {
     const connection = new Connection(socket, guest, view, destination);
     socket.data = connection;
     this.counters.open++;
-    if (others === undefined) this.#byGuest.set(guest, new Set([connection]));
-    else others.add(connection);
+    const others = this.#byGuest.get(guest) ?? { open: new Set(), waitingBytes: 0 };
+    others.open.add(connection);
+    this.#byGuest.set(guest, others);
     // Allowed since the rules diverted it: the name does not matter, and the server may be the first to speak.
     if (view.allowsAddress(destination.address) && !this.#options.isDenied(destination.address)) {
       this.#connect(connection);
@@ -171,6 +176,23 @@ export class EgressProxy implements Disposable {
       () => this.#refuse(connection, "it did not name its host in time"),
       this.#limits.prefaceTimeoutMs,
     );
+  }
+
+  #hasRoom(guest: number): boolean {
+    const { connectionsPerGuest, connections, reservedPerGuest } = this.#limits;
+    const { open } = this.counters;
+    const scarce = open >= connections / 2;
+    return (
+      open < connections && this.openConnections(guest) < (scarce ? reservedPerGuest : connectionsPerGuest)
+    );
+  }
+
+  /** Bytes begin or (negative) cease to wait. */
+  #wait(connection: Connection, bytes: number): void {
+    connection.waitingBytes += bytes;
+    this.#waitingBytes += bytes;
+    const others = this.#byGuest.get(connection.guest);
+    if (others !== undefined) others.waitingBytes += bytes;
   }
 
   #innerData(connection: Connection | undefined, bytes: Uint8Array): void {
@@ -211,7 +233,7 @@ export class EgressProxy implements Disposable {
       if (!connection.view.allowsWeb(name)) this.#refuse(connection, `${name} is not allowed`);
       else if (this.#options.isDenied(address))
         this.#refuse(connection, "its address is denied on this node");
-      else if (!(await this.#options.names.owns(name, address))) {
+      else if (!(await this.#options.names.owns(name, address, connection.guest))) {
         this.#refuse(connection, `${name} does not have the address ${formatIpv4(address)}`);
       } else this.#connect(connection);
     } catch (error) {
@@ -294,13 +316,16 @@ export class EgressProxy implements Disposable {
 
   /** Keeps a copy for later (the caller's buffer is used again); false: too much, the connection is gone. */
   #hold(connection: Connection, queue: Buffer[], bytes: Uint8Array): boolean {
-    if (this.#waitingBytes + bytes.length > this.#limits.waitingBytes) {
+    const own = this.#byGuest.get(connection.guest)?.waitingBytes ?? 0;
+    if (
+      own + bytes.length > this.#limits.waitingBytesPerGuest ||
+      this.#waitingBytes + bytes.length > this.#limits.waitingBytes
+    ) {
       this.#refuse(connection, "too many bytes wait for slow readers");
       return false;
     }
     queue.push(Buffer.from(bytes));
-    connection.waitingBytes += bytes.length;
-    this.#waitingBytes += bytes.length;
+    this.#wait(connection, bytes.length);
     return true;
   }
 
@@ -315,8 +340,7 @@ export class EgressProxy implements Disposable {
         this.#close(connection);
         return;
       }
-      connection.waitingBytes -= taken;
-      this.#waitingBytes -= taken;
+      this.#wait(connection, -taken);
       if (taken < bytes.length) {
         queue[0] = bytes.subarray(taken);
         return;
@@ -382,13 +406,12 @@ export class EgressProxy implements Disposable {
     connection.state = "closed";
     clearTimeout(connection.timer);
     this.counters.open--;
-    this.#waitingBytes -= connection.waitingBytes;
-    connection.waitingBytes = 0;
+    this.#wait(connection, -connection.waitingBytes);
     connection.toInner = [];
     connection.toOuter = [];
     const others = this.#byGuest.get(connection.guest);
-    others?.delete(connection);
-    if (others?.size === 0) this.#byGuest.delete(connection.guest);
+    others?.open.delete(connection);
+    if (others?.open.size === 0) this.#byGuest.delete(connection.guest);
     for (const name of ["inner", "outer"] as const) {
       if (connection.gone[name]) continue;
       if (how === "gently") connection[name]?.end();

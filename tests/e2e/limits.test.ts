@@ -1,0 +1,42 @@
+import { expect, test } from "bun:test";
+import { rmSync } from "node:fs";
+import { busyboxTemplate, startRealNode, testDeps } from "../support/real-node.ts";
+
+const deps = testDeps();
+const POOL = 192 + Math.floor(Math.random() * 28) * 2;
+const MIB = 1 << 20;
+
+test.skipIf(deps === undefined)(
+  "a disk rate limit holds in a guest, also after a resume",
+  async () => {
+    const rateLimit = { bandwidthBytesPerSec: 2 * MIB, bandwidthBurstBytes: 0, iops: 0, iopsBurst: 0 };
+    const node = await startRealNode({ deps: deps!, pool: POOL, diskRateLimit: rateLimit });
+    try {
+      const { id } = await node.orchestrator.create({
+        template: await busyboxTemplate(node),
+        timeoutSeconds: 600,
+        onTimeout: "kill",
+        autoResume: false,
+        secure: true,
+        metadata: {},
+        envVars: {},
+      });
+      // A lower bound only: a busy machine makes it slower, nothing makes it faster.
+      const seconds = async (script: string) => {
+        const started = performance.now();
+        await node.sh(id, script);
+        return (performance.now() - started) / 1000;
+      };
+      // A second's worth may go at once.
+      const write = "dd if=/dev/zero of=/root/file bs=1M count=6 conv=fsync && sync";
+      expect(await seconds(write)).toBeGreaterThan((6 - 2) / 2);
+      await node.orchestrator.pause(id);
+      await node.orchestrator.resume(id, 600);
+      expect(await seconds(write)).toBeGreaterThan((6 - 2) / 2);
+    } finally {
+      await node[Symbol.asyncDispose]();
+      for (const dir of [node.home, node.runtimeDir]) rmSync(dir, { recursive: true, force: true });
+    }
+  },
+  180_000,
+);
