@@ -3,7 +3,7 @@ import { mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
-import { TestServer } from "../support/server.ts";
+import { asServiceUser, TestServer } from "../support/server.ts";
 
 setDefaultTimeout(180_000);
 
@@ -18,7 +18,7 @@ let server: TestServer;
 beforeAll(async () => {
   work = mkdtempSync(join(tmpdir(), "aenv-docs-"));
   registry = await startDebianRegistry(join(work, "registry"));
-  server = await TestServer.create();
+  server = await TestServer.create({ launch: asServiceUser });
   await server.start();
   const { exitCode, stderr } = await server.run(["auth"], `${server.url}\n${await server.apiKey()}\n`);
   if (exitCode !== 0) throw new Error(stderr);
@@ -79,6 +79,15 @@ async function runPage(page: string): Promise<string> {
   }
   return output;
 }
+
+test("the server runs as the service does: its own account, two capabilities, nothing of root", () => {
+  const status = readFileSync(`/proc/${server.pid}/status`, "utf8");
+  expect(status).not.toMatch(/^Uid:.*\t0\b/m);
+  const CAP_NET_ADMIN_AND_SYS_ADMIN = "0000000000201000";
+  for (const set of ["CapPrm", "CapEff", "CapBnd"]) {
+    expect(new RegExp(`^${set}:\\s+(\\S+)`, "m").exec(status)?.[1]).toBe(CAP_NET_ADMIN_AND_SYS_ADMIN);
+  }
+});
 
 test("README", async () => {
   expect(await runPage("README.md")).toContain("hello\n");

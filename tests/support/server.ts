@@ -10,6 +10,8 @@ export interface TestServerOptions {
   /** Extra TOML, e.g. `[image.resolver]\nallow_local_paths = true`. */
   readonly toml?: string;
   readonly env?: Readonly<Record<string, string>>;
+  /** Starts it another way, e.g. as another user: gets the command line and what has to be that user's. */
+  readonly launch?: (argv: readonly string[], paths: { home: string; runtime: string }) => readonly string[];
 }
 
 /** The real executable as a server of its own: home, runtime directory, ports and address pools. */
@@ -18,13 +20,21 @@ export class TestServer implements AsyncDisposable {
   readonly runtime: string;
   readonly url: string;
   readonly #env: Record<string, string>;
+  readonly #launch: TestServerOptions["launch"];
   #child: Bun.Subprocess<"ignore", "ignore", Bun.BunFile> | undefined;
 
-  private constructor(home: string, runtime: string, url: string, env: Record<string, string>) {
+  private constructor(
+    home: string,
+    runtime: string,
+    url: string,
+    env: Record<string, string>,
+    launch: TestServerOptions["launch"],
+  ) {
     this.home = home;
     this.runtime = runtime;
     this.url = url;
     this.#env = env;
+    this.#launch = launch;
   }
 
   static async create(options: TestServerOptions = {}): Promise<TestServer> {
@@ -38,7 +48,7 @@ export class TestServer implements AsyncDisposable {
       config,
       `[network.internal]\nhost_interaction_cidr = "10.${pool}.0.0/16"\nveth_cidr = "10.${pool + 1}.0.0/16"\n${options.toml ?? ""}\n`,
     );
-    return new TestServer(home, runtime, `http://127.0.0.1:${port}`, {
+    const env = {
       PATH: process.env.PATH ?? "/usr/bin:/bin:/usr/sbin:/sbin",
       HOME: home,
       AENV_HOME_PATH: home,
@@ -48,7 +58,8 @@ export class TestServer implements AsyncDisposable {
       API_ADDR: `127.0.0.1:${port}`,
       XDG_CONFIG_HOME: join(home, "client"),
       ...options.env,
-    });
+    };
+    return new TestServer(home, runtime, `http://127.0.0.1:${port}`, env, options.launch);
   }
 
   get environment(): Readonly<Record<string, string>> {
@@ -67,7 +78,8 @@ export class TestServer implements AsyncDisposable {
   /** Starts it and waits for /health; resolves with the milliseconds that took. */
   async start(): Promise<number> {
     const began = performance.now();
-    this.#child = Bun.spawn([join(ROOT, "dist/agentenv"), "serve"], {
+    const argv = [join(ROOT, "dist/agentenv"), "serve"];
+    this.#child = Bun.spawn([...(this.#launch?.(argv, this) ?? argv)], {
       cwd: this.home,
       env: this.#env,
       stdin: "ignore",
@@ -181,6 +193,34 @@ export async function hostObjects(server: TestServer): Promise<string[]> {
   }
   return found;
 }
+
+const SERVICE_USER = 64_242;
+
+/**
+ * As the service runs: an account of its own and two capabilities, nothing of root. What a machine's set-up gives
+ * such an account is given in a mount namespace that lasts as long as the server: `/dev/net/tun`, and the executable
+ * and the dependencies where it may read them, wherever the checkout is.
+ */
+export const asServiceUser: NonNullable<TestServerOptions["launch"]> = (
+  [executable, ...args],
+  { home, runtime },
+) => {
+  const script = `
+    set -e
+    mount --make-rprivate /
+    mkdir -p "$home/dev" "$home/deps"
+    [ -e "$home/dev/tun" ] || mknod -m 666 "$home/dev/tun" c 10 200
+    mount --bind "$home/dev/tun" /dev/net/tun
+    mount --bind "$AENV_DEPS_PATH" "$home/deps"
+    cp "$executable" "$home/agentenv"
+    for path in "$home"/* "$runtime"; do [ "$path" = "$home/deps" ] || chown -R ${SERVICE_USER}:${SERVICE_USER} "$path"; done
+    chown ${SERVICE_USER}:${SERVICE_USER} "$home"
+    caps=-all,+net_admin,+sys_admin
+    AENV_DEPS_PATH=$home/deps exec setpriv --reuid=${SERVICE_USER} --regid=${SERVICE_USER} --clear-groups \
+      --inh-caps=$caps --ambient-caps=$caps --bounding-set=$caps --no-new-privs "$home/agentenv" "$@"`;
+  const variables = `home='${home}' runtime='${runtime}' executable='${executable}'`;
+  return ["unshare", "--mount", "/bin/sh", "-c", `${variables}\n${script}`, "sh", ...args];
+};
 
 async function pidsMentioning(texts: readonly string[]): Promise<number[]> {
   const pids: number[] = [];
