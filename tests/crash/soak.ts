@@ -71,6 +71,8 @@ class Soak {
   readonly #server: TestServer;
   readonly #apiKey: string;
   readonly #stateDir: string;
+  /** What cold ones boot from, and the template is made of. */
+  readonly #image: string;
   readonly #random: () => number;
   readonly #models = new Map<string, Model>();
   readonly #snapshots: { readonly id: string; readonly content: ReadonlySet<string> }[] = [];
@@ -84,8 +86,15 @@ class Soak {
   #disturbances = 0;
   #ongoingFaults = 0;
 
-  constructor(options: SoakOptions, server: TestServer, apiKey: string, stateDir: string) {
+  constructor(
+    options: SoakOptions,
+    server: TestServer,
+    apiKey: string,
+    parts: { readonly stateDir: string; readonly image: string },
+  ) {
+    const { stateDir, image } = parts;
     this.#options = options;
+    this.#image = image;
     this.#server = server;
     this.#apiKey = apiKey;
     this.#stateDir = stateDir;
@@ -304,16 +313,23 @@ class Soak {
   }
 
   async #create(): Promise<void> {
-    const snapshot = this.#random() < 0.4 ? this.#pick(this.#snapshots) : undefined;
+    const die = this.#random();
+    const snapshot = die < 0.4 ? this.#pick(this.#snapshots) : undefined;
+    const cold = die > 0.9;
     let model: Model | undefined;
     await this.#operation(
-      "create",
+      cold ? "cold create" : "create",
       () =>
-        this.#call("POST", "/v2/sandboxes", {
-          templateID: snapshot?.id ?? "soak",
-          timeout: 3600,
-          autoPause: true,
-        }),
+        cold
+          ? this.#call("POST", "/sandboxes-cold", {
+              ...{ image: this.#image, cpuCount: 1, memoryMB: 192 },
+              ...{ timeout: 3600, secure: true },
+            })
+          : this.#call("POST", "/v2/sandboxes", {
+              templateID: snapshot?.id ?? "soak",
+              timeout: 3600,
+              autoPause: true,
+            }),
       {
         ok: (answer) => {
           model = this.#born(answer.json, snapshot?.content ?? new Set(["none"]));
@@ -670,12 +686,11 @@ export async function runSoak(options: SoakOptions): Promise<SoakReport> {
   const layout = join(server.home, "layout");
   await busyboxLayout(layout);
   await server.run(["auth"], `${server.url}\n${await server.apiKey()}\n`);
-  const pulled = await server.run([
-    ...["pull", `oci-layout:${layout}:latest`, "--name", "soak", "--cpu", "1", "--memory", "192"],
-  ]);
+  const image = `oci-layout:${layout}:latest`;
+  const pulled = await server.run([...["pull", image, "--name", "soak", "--cpu", "1", "--memory", "192"]]);
   if (pulled.exitCode !== 0) throw new Error(`no template: ${pulled.stderr}${pulled.stdout}`);
   const first = rssMiB(server.pid);
-  const soak = new Soak(options, server, await server.apiKey(), stateDir);
+  const soak = new Soak(options, server, await server.apiKey(), { stateDir, image });
   try {
     await soak.run();
   } finally {

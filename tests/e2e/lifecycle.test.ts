@@ -92,6 +92,24 @@ test("a sandbox boots from an image without a template, and is one like any othe
   expect(await cold.kill()).toBe(true);
 }, 180_000);
 
+test("an environment arrives byte for byte, and is added to by later starts", async () => {
+  const odd = "line one\nA=B \"quoted\" 'single' $HOME `echo no` \\ 😀";
+  const big = "0123456789".repeat(10_000);
+  const envs = { ODD: odd, BIG: big, KEPT: "first", SET: "first" };
+  const first = await Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000, envs });
+  const said = await first.commands.run('printf %s "$ODD"; printf %s "$BIG" | sha256sum');
+  expect(said.stdout).toBe(`${odd}${new Bun.CryptoHasher("sha256").update(big).digest("hex")}  -\n`);
+  const { snapshotId } = await first.createSnapshot();
+  const second = await Sandbox.create(snapshotId, {
+    ...connection,
+    timeoutMs: 600_000,
+    envs: { SET: "second", NEW: "second" },
+  });
+  expect((await second.commands.run("echo $KEPT $SET $NEW")).stdout).toBe("first second second\n");
+  await Promise.all([first.kill(), second.kill()]);
+  await Sandbox.deleteSnapshot(snapshotId, connection);
+}, 120_000);
+
 test("fifty creates at once on a node for a few: that many run, the others are told so at once", async () => {
   const room = MAX_SANDBOXES - 1;
   const began = performance.now();
@@ -393,7 +411,10 @@ test("a server killed under running sandboxes: the next one has them, with their
   const squatter = Bun.listen({ hostname, port: Number(port), socket: { data: () => undefined } });
   const refused = await server.run(["serve"]);
   squatter.stop(true);
-  expect(refused).toMatchObject({ exitCode: 1, stderr: expect.stringContaining("in use by another process") });
+  expect(refused).toMatchObject({
+    exitCode: 1,
+    stderr: expect.stringContaining("in use by another process"),
+  });
   await server.start();
   const after = await Sandbox.getInfo(id, connection);
   expect(after).toEqual(before);
