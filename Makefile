@@ -20,7 +20,7 @@ EXT4_HDR := $(wildcard c/ext4/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4
 
-.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check try-fresh deb release
+.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check try-fresh try-image deb release
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +74,9 @@ docs-check: deps native ## every documented command, option, key and link exists
 
 try-fresh: build ## install, first sandbox, upgrade, crash, uninstall on a fresh machine made for it
 	@scripts/try-fresh.sh
+
+try-image: build ## carry out deploy/docker/Dockerfile without a container engine, and start what it makes
+	@scripts/try-image.sh
 
 deb: build ## the Debian package, in dist/
 	@scripts/deb.sh dist/agentenv $$($(BUN) -e 'console.log(require("./package.json").version)') \

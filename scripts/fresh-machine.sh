@@ -2,7 +2,9 @@
 # A machine as a new user has it: Debian's base system with systemd as its init, in namespaces of its own (mounts,
 # processes, network, names, control groups) with a way out through this machine. Gone when it stops.
 #   fresh-machine.sh base FILE          make the root file system as a tar, unless it is there
-#   fresh-machine.sh start DIR FILE     unpack it into DIR/root and boot it; prints the pid of its init
+#   fresh-machine.sh start DIR FILE [INIT [ARGUMENT]...]
+#                                       unpack it into DIR/root (-: it is there) and boot it; prints the pid of its
+#                                       init, which is systemd, or INIT with the environment of DIR/env, as a container
 #   fresh-machine.sh run DIR CMD...     run a command in it
 #   fresh-machine.sh stop DIR           end it and remove DIR
 # Devices, kernel modules and kernel settings are this machine's: there is no udev in it, and /proc/sys is read-only
@@ -10,7 +12,7 @@
 set -euo pipefail
 repo=$(cd "$(dirname "$0")/.." && pwd)
 die() { echo "error: $*" >&2; exit 1; }
-usage() { sed -n '4,7s/^#  //p' "$0" >&2; exit 2; }
+usage() { sed -n '4,9s/^#  //p' "$0" >&2; exit 2; }
 [[ $(id -u) == 0 ]] || die "needs root"
 
 PACKAGES=systemd,systemd-sysv,dbus,ca-certificates,curl
@@ -34,7 +36,7 @@ make_base() {
 
 # Runs as the first process of the new namespaces; becomes the machine's init.
 init() {
-  local root=$1 device
+  local root=$1 device; shift
   mount --make-rprivate /
   mount --bind "$root" "$root"
   mount -t proc proc "$root/proc"
@@ -66,6 +68,13 @@ init() {
   pivot_root . old
   umount -l /old
   rmdir /old
+  if (($#)); then
+    mount -o remount,rw /sys
+    install -d -m 750 /run/aenv
+    # shellcheck disable=SC2046
+    exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin $(cat /mnt/in/env) \
+      setpriv --bounding-set=-all,+chown,+dac_override,+fsetid,+fowner,+mknod,+net_raw,+setgid,+setuid,+setfcap,+setpcap,+net_bind_service,+sys_chroot,+kill,+audit_write,+net_admin,+sys_admin "$@"
+  fi
   exec env -i container=fresh PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin /lib/systemd/systemd --log-target=console
 }
 
@@ -93,9 +102,9 @@ NFT
 in_machine() { local pid; pid=$(cat "$1/pid"); shift; nsenter -t "$pid" -m -u -i -n -p -C -- env -C / "$@"; }
 
 start() {
-  local dir=$1 base=$2 cgroup i state
+  local dir=$1 base=$2 cgroup i state unshare; shift 2
   mkdir -p "$dir/root" "$dir/in"
-  tar -xpf "$base" -C "$dir/root" --exclude='./dev/*'
+  [[ $base == - ]] || tar -xpf "$base" -C "$dir/root" --exclude='./dev/*'
   cp /etc/resolv.conf "$dir/root/etc/resolv.conf"
   # How this machine's apt gets through, if it takes something: proxies and their certificates.
   apt-config dump 2>/dev/null | grep -iE '^Acquire::(http|https)::(proxy|CaInfo|Verify)' > "$dir/root/etc/apt/apt.conf.d/99way" || true
@@ -109,18 +118,20 @@ start() {
   echo "$cgroup/fresh-$$" > "$dir/cgroup-path"
   (
     echo "$BASHPID" > "$cgroup/fresh-$$/cgroup.procs"
-    exec setsid unshare -m -u -i -n -p -C -f "$0" init "$dir/root" > "$dir/console.log" 2>&1 </dev/null
+    exec setsid unshare -m -u -i -n -p -C -f "$0" init "$dir/root" "$@" > "$dir/console.log" 2>&1 </dev/null
   ) &
-  echo $! > "$dir/unshare-pid"
+  unshare=$!
   for ((i = 0; i < 100; i++)); do
-    [[ -d /proc/$(cat "$dir/unshare-pid") ]] || { cat "$dir/console.log" >&2; die "the machine ended at once"; }
-    pid=$(pgrep -P "$(cat "$dir/unshare-pid")" || true)
-    if [[ -n $pid && $(cat "/proc/$pid/comm" 2>/dev/null) == systemd ]]; then break; fi
+    [[ -d /proc/$unshare ]] || { cat "$dir/console.log" >&2; die "the machine ended at once"; }
+    pid=$(cat "/proc/$unshare/task/$unshare/children" 2>/dev/null || true); pid=${pid%% *}
+    # Its own program by now, not the shell that prepared it.
+    if [[ -n $pid && ! -e /proc/$pid/root/old && -e /proc/$pid/root/mnt/in && $(cat "/proc/$pid/comm") != fresh-machine* ]]; then break; fi
     sleep 0.1
   done
   [[ -n ${pid:-} ]] || die "the machine has no init"
   echo "$pid" > "$dir/pid"
   connect "$dir" "$pid"
+  if (($#)); then echo "$pid"; return; fi
   for ((i = 0; i < 300; i++)); do
     state=$(in_machine "$dir" systemctl is-system-running 2>/dev/null || true)
     case $state in running|degraded) echo "$pid"; return;; esac
@@ -155,9 +166,9 @@ stop() {
 command=${1:-}; shift || usage
 case $command in
   base) [[ $# == 1 ]] || usage; make_base "$1";;
-  start) [[ $# == 2 ]] || usage; start "$(realpath "$1")" "$2";;
+  start) [[ $# -ge 2 ]] || usage; start "$(realpath "$1")" "${@:2}";;
   run) [[ $# -ge 2 ]] || usage; in_machine "$@";;
   stop) [[ $# == 1 ]] || usage; stop "$(realpath "$1")";;
-  init) init "$1";;
+  init) init "$@";;
   *) usage;;
 esac

@@ -151,6 +151,8 @@ healthy() { # seconds
       if IFS= read -r -t 5 answer <&9 && [[ $answer == *" 204 "* ]]; then exec 9>&-; return 0; fi
       exec 9>&-
     fi
+    # Started again and again, or given up: no need to wait for the end of the time.
+    if systemctl is-failed --quiet aenv || (($(systemctl show -p NRestarts --value aenv) - ${restarts:-0} >= 2)); then return 1; fi
     sleep 0.2
   done
   return 1
@@ -159,6 +161,8 @@ healthy() { # seconds
 take_back() {
   [[ -x $bin.previous ]] || die "the server does not come up" "see: journalctl -u aenv"
   mv -f "$bin.previous" "$bin"
+  systemctl reset-failed aenv || true
+  restarts=0
   systemctl restart aenv || true
   if healthy 30; then die "the new version does not come up: the former one is back and runs" "see: journalctl -u aenv"; fi
   die "neither the new version nor the former one comes up" "see: journalctl -u aenv"
@@ -210,6 +214,8 @@ install_server() {
   systemctl daemon-reload
   systemctl enable --quiet aenv
   if [[ -z $start ]]; then say "Installed. Start it with: systemctl start aenv"; return; fi
+  systemctl reset-failed aenv 2>/dev/null || true # counts of before
+  restarts=$(systemctl show -p NRestarts --value aenv)
   # Sandboxes outlive the server: a restart leaves them to the next one.
   if systemctl is-active --quiet aenv; then step restart "running sandboxes go on"; systemctl restart aenv || take_back
   else step start aenv.service; systemctl start aenv || take_back; fi
