@@ -201,6 +201,32 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
     expect(both.code).toBe(2);
   });
 
+  test("streams that are closed or full keep nobody waiting", async () => {
+    rig.installCommand();
+    const run = async (script: string) => {
+      const child = Bun.spawn(["bash", "-c", script, "-", id], {
+        env: rig.env(),
+        stdout: "pipe",
+        stderr: "pipe",
+      });
+      const [out, err] = await Promise.all([
+        new Response(child.stdout).text(),
+        new Response(child.stderr).text(),
+      ]);
+      return { out, err, code: await child.exited };
+    };
+    expect(await run(`aenv exec "$1" sh -c 'seq 100000 >&2; exit 3' 2>&-`)).toEqual({
+      out: "",
+      err: "",
+      code: 3,
+    });
+    expect(await run(`aenv exec "$1" sh -c 'seq 100000; exit 3' >&-`)).toMatchObject({ out: "", code: 3 });
+    expect(await run(`aenv exec "$1" cat <&-`)).toEqual({ out: "", err: "", code: 0 });
+    const full = await run(`aenv exec "$1" yes >/dev/full`);
+    expect(full.code).toBe(1);
+    expect(full.err).toContain("cannot write to standard output");
+  });
+
   test("a slow writer slows nothing else; what it wrote comes in time", async () => {
     const child = Bun.spawn(rig.command(["exec", id, "sh", "-c", 'read a; echo "got $a"; cat']), {
       env: rig.env(),

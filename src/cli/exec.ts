@@ -82,6 +82,8 @@ async function forwardInput(target: AgentTarget, pid: number, signal: AbortSigna
       return encodeInputStart(pid);
     }
     while (rest.length === 0) {
+      // Asked once more after the end: a read would keep this process.
+      if (signal.aborted) return undefined;
       reading ??= chunks.next();
       const { promise, resolve } = Promise.withResolvers<"quiet">();
       const timer = setTimeout(() => resolve("quiet"), KEEPALIVE_MS);
@@ -106,7 +108,8 @@ async function forwardInput(target: AgentTarget, pid: number, signal: AbortSigna
     if (error.code === "not_found" || error.code === "internal" || error.code === "unknown") return;
     throw new CliError("the connection that carried standard input was cut", { cause: error });
   } finally {
-    process.stdin.pause();
+    // A read that waits would keep this process.
+    process.stdin.destroy();
   }
 }
 

@@ -98,6 +98,9 @@ describe.skipIf(noGuest !== undefined)("aenv upload and download", () => {
     }
     expect(readdirSync(join(far, "names")).sort()).toEqual(odd.sort());
     writeFileSync(join(near, "plain"), "plain");
+    // The kernel's own files have no size before they are read.
+    expect((await rig.aenv(["upload", id, "/proc/version", `${far}/`])).code).toBe(0);
+    expect(readFileSync(join(far, "version"), "utf8")).toBe(readFileSync("/proc/version", "utf8"));
     // Relative paths start from the home of whoever is asked for.
     expect((await rig.aenv(["upload", "-u", "root", id, "near/plain", "in-home"])).code).toBe(0);
     expect(readFileSync(join(rig.dir, "home/in-home"), "utf8")).toBe("plain");

@@ -49,9 +49,17 @@ export function formatTime(iso: string | undefined): string | undefined {
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
 }
 
-/** Hands bytes to a standard stream; resolves when it may take more, so a slow reader slows the sender. */
+/**
+ * Hands bytes to a standard stream; resolves when it may take more, so a slow reader slows the sender. A
+ * stream that is broken takes nothing and holds nobody up: what that means is for its error's listeners.
+ */
 export async function writeAll(stream: NodeJS.WriteStream, bytes: Uint8Array): Promise<void> {
-  if (!stream.write(bytes)) await new Promise<void>((resolve) => stream.once("drain", resolve));
+  if (stream.destroyed || stream.errored != null || stream.write(bytes)) return;
+  const { promise, resolve } = Promise.withResolvers<void>();
+  const events = ["drain", "error", "close"] as const;
+  for (const event of events) stream.once(event, resolve);
+  await promise;
+  for (const event of events) stream.off(event, resolve);
 }
 
 /**

@@ -162,6 +162,9 @@ async function uploadFile(
     throw new CliError(`cannot read ${file.local}`, { cause });
   }
   await using handle = opened;
+  // Files that the kernel makes up as they are read have no size.
+  const unsized = file.size === 0 ? await handle.readFile() : undefined;
+  const size = unsized?.length ?? file.size;
   const boundary = `aenv-${randomBytes(16).toString("hex")}`;
   const name = basename(file.remote).replace(/["\r\n%]/g, (sign) => encodeURIComponent(sign));
   const head = Buffer.from(
@@ -178,13 +181,14 @@ async function uploadFile(
           controller.enqueue(head);
           return;
         }
-        if (at >= file.size) {
+        if (at >= size) {
           controller.enqueue(tail);
           controller.close();
           return;
         }
-        const chunk = Buffer.allocUnsafe(Math.min(CHUNK_BYTES, file.size - at));
-        const { bytesRead } = await handle.read(chunk, 0, chunk.length, at);
+        const chunk = Buffer.allocUnsafe(Math.min(CHUNK_BYTES, size - at));
+        const bytesRead =
+          unsized?.copy(chunk, 0, at) ?? (await handle.read(chunk, 0, chunk.length, at)).bytesRead;
         if (bytesRead === 0) {
           failed = new CliError(`${file.local} has become shorter while it was read`);
           controller.error(failed);
@@ -203,7 +207,7 @@ async function uploadFile(
       file.remote,
       {
         stream,
-        length: head.length + file.size + tail.length,
+        length: head.length + size + tail.length,
         contentType: `multipart/form-data; boundary=${boundary}`,
       },
       signal,
