@@ -21,6 +21,7 @@ import { join, resolve } from "node:path";
 import { CODEC_ALGORITHMS } from "../../ffi/codec.ts";
 import { createLogger } from "../../src/lib/log.ts";
 import { alignedAccess } from "../../src/storage/blockd/aligned.ts";
+import { DirectReader } from "../../src/storage/blockd/direct.ts";
 import { Fetcher } from "../../src/storage/blockd/fetch.ts";
 import { Flusher } from "../../src/storage/blockd/flusher.ts";
 import { superviseBlockd } from "../../src/storage/blockd/index.ts";
@@ -227,12 +228,28 @@ await section("random-read", async () => {
       await Promise.all(slots.map(reader));
     });
   };
+  /** As a device with `directIo` reads. */
+  const aroundCache = async () => {
+    const block = scattered(DISK_BLOCKS);
+    forget(...lowers.map((layer) => layer.file));
+    await using reader = new DirectReader(stack, engine);
+    let next = 0;
+    return await timed(cold, async () => {
+      const run = async (slot: Uint8Array) => {
+        while (next < cold) {
+          const offset = block(next++) * BLOCK;
+          if ((await reader.read(offset, slot)) !== true) stack.read(offset, slot);
+        }
+      };
+      await Promise.all(slots.map(run));
+    });
+  };
   for (const direct of [0, 1]) {
     await compare(
-      `4 KiB random read, 8 raw layers, nothing cached (fio, ${direct ? "direct" : "buffered"})`,
+      `4 KiB random read, 8 raw layers, nothing cached${direct ? ", direct I/O (fio, direct)" : " (fio, buffered)"}`,
       "/s",
       0.7,
-      fromDisk,
+      direct ? aroundCache : fromDisk,
       async () => {
         forget(flat);
         const size = { filename: flat, size: DISK_BYTES, io_size: cold * BLOCK };

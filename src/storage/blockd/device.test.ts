@@ -8,7 +8,8 @@ import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { BufferPool, NbdErrno } from "../export/nbd/index.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
 import { type IoEngine, openIoEngine } from "../io/index.ts";
-import { createLayerWriter, openStack } from "../overlaybd/index.ts";
+import { createLayerWriter, hostDisk, openStack } from "../overlaybd/index.ts";
+import { LayerFileWriter } from "../overlaybd/layer-writer.ts";
 import type { LayerStack, UpperRef } from "../overlaybd/types.ts";
 import { alignedAccess } from "./aligned.ts";
 import { openDevice } from "./device.ts";
@@ -63,6 +64,7 @@ function memoryStack(): MemoryStack {
       return true;
     },
     locate: (offset, length) => aligned(offset, length),
+    rawRange: () => undefined,
     write(offset, source) {
       aligned(offset, source.length);
       if (faults.write !== undefined) throw faults.write;
@@ -116,7 +118,7 @@ function memoryStack(): MemoryStack {
   };
 }
 
-async function open(stack: LayerStack, name: string, io: IoEngine = engine) {
+async function open(stack: LayerStack, name: string, io: IoEngine = engine, directIo = false) {
   const socketPath = join(dir, `${name}.sock`);
   const device = await openDevice(
     {
@@ -125,6 +127,7 @@ async function open(stack: LayerStack, name: string, io: IoEngine = engine) {
       image: { lowers: [], upper: { data: join(dir, "absent") }, virtualSizeBytes: SIZE },
       readOnly: false,
       exportKind: "nbd",
+      directIo,
       ublkId: undefined,
       socketPath,
       upperMustExist: false,
@@ -295,6 +298,56 @@ test("layers that were dropped from the page cache are read right, alone and as 
     }
   }
   expect(device.stats().readOps).toBe(70);
+});
+
+test("with direct I/O lower layers are read around the page cache, and everything reads the same", async () => {
+  const size = 4 << 20;
+  const content = new Uint8Array(size).map((_, i) => (i * 31 + (i >>> 9)) & 255);
+  const make = (name: string, compressed: boolean) => {
+    const file = join(dir, name);
+    using writer = new LayerFileWriter(hostDisk, file, {
+      virtualSizeBytes: size,
+      ...(compressed ? { compression: { algorithm: "lz4", blockSizeBytes: 4096 } } : {}),
+    });
+    // Holes in between, and pieces that begin in the middle of a page.
+    for (let at = 0; at + 65_536 <= size; at += 65_536) {
+      writer.append(at + 512, content.subarray(at + 512, at + 61_440));
+      content.fill(0, at, at + 512).fill(0, at + 61_440, at + 65_536);
+    }
+    return writer.finish();
+  };
+  for (const compressed of [false, true]) {
+    const lower = make(`direct-${compressed}`, compressed);
+    const name = (what: string) => join(dir, `direct-${compressed}-${what}`);
+    const upper: UpperRef = { data: name("data"), index: name("index") };
+    const stack = openStack({ lowers: [lower], upper });
+    const { device, socketPath } = await open(stack, `direct-${compressed}`, engine, true);
+    await using _ = device;
+    using client = await RawClient.open(socketPath, `direct-${compressed}`);
+    let cookie = 0;
+    const read = async (offset: number, length: number) => {
+      const got = await client.read(++cookie, offset, length);
+      expect(Buffer.compare(got, content.subarray(offset, offset + length)), `${offset}+${length}`).toBe(0);
+    };
+    const before = engine.stats().requests;
+    for (let i = 0; i < 200; i++) {
+      const offset = (i * 7919 * 512) % (size - 70_144);
+      await read(offset - (i % 7 === 0 ? offset % 3 : 0), [512, 4096, 4096, 60_000, 69_000, 1000][i % 6]!);
+      if (i % 10 === 0) {
+        const data = new Uint8Array(1024).fill(i);
+        client.send(request(Command.write, ++cookie, offset, 1024, 0, data));
+        expect((await client.answer()).error).toBe(0);
+        content.set(data, offset);
+        await read(offset - (offset % 4096), 8192);
+      }
+    }
+    // What is in the page cache is read from the disk all the same, and only where the layer is not compressed.
+    const asked = engine.stats().requests - before;
+    if (compressed) expect(asked).toBe(0);
+    else expect(asked).toBeGreaterThan(50);
+    await device.restack(name("sealed"), { data: name("data2"), index: name("index2") });
+    for (let i = 0; i < 50; i++) await read((i * 104_729 * 512) % (size - 4096), 4096);
+  }
 });
 
 test("closing waits for a flush under way", async () => {

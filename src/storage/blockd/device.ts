@@ -20,6 +20,7 @@ import type {
 } from "../overlaybd/types.ts";
 import { alignedAccess } from "./aligned.ts";
 import { Compaction } from "./compaction.ts";
+import { DirectReader } from "./direct.ts";
 import { Fetcher } from "./fetch.ts";
 import { Flusher, syncAll } from "./flusher.ts";
 import { DurationHistogram } from "./histogram.ts";
@@ -144,6 +145,7 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
   );
   const access = alignedAccess(stack);
   const fetcher = new Fetcher(access, stack.virtualSizeBytes, engine, context.nowhere);
+  const direct = request.directIo === true ? new DirectReader(stack, engine) : undefined;
   const counters: Counters = {
     readOps: 0,
     readBytes: 0,
@@ -207,6 +209,8 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
     readOnly,
     tryRead(offsetBytes, into) {
       usable();
+      // Looking into the page cache would fill it.
+      if (direct?.wants(offsetBytes, into.length) === true) return false;
       if (!access.tryRead(offsetBytes, into)) return false;
       fetcher.noteRead(offsetBytes, into.length);
       counters.readOps++;
@@ -215,7 +219,7 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
     },
     async read(offsetBytes, into) {
       const startedMs = performance.now();
-      await fetcher.read(offsetBytes, into, usable);
+      if ((await direct?.read(offsetBytes, into)) !== true) await fetcher.read(offsetBytes, into, usable);
       lateReadTimes.add(performance.now() - startedMs);
       counters.readOps++;
       counters.lateReadOps++;
@@ -313,6 +317,7 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
       // The kernel flushes what it holds before it lets go, so the stack has to be there still.
       if (!detached) await ublk?.remove();
       compaction[Symbol.dispose]();
+      await direct?.[Symbol.asyncDispose]();
       await flusher.exclusive(() => {
         closed = true;
         stack[Symbol.dispose]();

@@ -361,6 +361,7 @@ export class Devices {
         image,
         readOnly: spec.readOnly,
         exportKind: spec.exportKind,
+        directIo: spec.directIo,
         socketPath: this.#socketPath(spec.deviceId),
         ublkId: entry.record.ublkId,
         upperMustExist,

@@ -17,6 +17,11 @@ export interface DeviceSpec {
   /** No upper is opened and guest writes fail. */
   readonly readOnly: boolean;
   readonly exportKind: ExportKind;
+  /**
+   * Uncompressed lower layers are read around the page cache: faster on a cold cache and without filling the host's
+   * memory, but nothing read is there for the next device of the image. For images that no other device uses.
+   */
+  readonly directIo?: boolean | undefined;
 }
 
 export interface DeviceInfo {

@@ -35,6 +35,7 @@ export const deviceSchema: z.ZodType<DeviceSpec> = z.strictObject({
   image: imageSchema,
   readOnly: z.boolean(),
   exportKind: z.enum(["nbd", "ublk"]),
+  directIo: z.boolean().optional(),
 });
 
 const id = z.number().int().nonnegative();

@@ -18,6 +18,7 @@ export interface OpenRequest {
   readonly image: ImageConfig;
   readonly readOnly: boolean;
   readonly exportKind: ExportKind;
+  readonly directIo?: boolean | undefined;
   readonly socketPath: string;
   /** ublk: the kernel's number of the device while an earlier daemon served it. */
   readonly ublkId: number | undefined;

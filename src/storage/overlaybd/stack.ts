@@ -34,6 +34,7 @@ import type {
   LayerRef,
   LayerStack,
   PendingFlush,
+  RawRange,
   RestackSteps,
   StackStats,
   UpperRef,
@@ -155,6 +156,22 @@ class Stack implements LayerStack {
     this.#check(offsetBytes, lengthBytes);
     this.#planSectors(offsetBytes / SECTOR_BYTES, lengthBytes / SECTOR_BYTES);
     locateRead(this.#plan, this.#sourceOf, visit);
+  }
+
+  rawRange(offsetBytes: number, lengthBytes: number): RawRange | undefined {
+    this.#check(offsetBytes, lengthBytes);
+    this.#planSectors(offsetBytes / SECTOR_BYTES, lengthBytes / SECTOR_BYTES);
+    const layer = this.#plan.layers[0]!;
+    if (this.#plan.count !== 1 || layer < 0 || layer >= this.#lowers.length) return undefined;
+    const { source } = this.#lowers[layer]!;
+    if (source.direct === undefined) return undefined;
+    const { fd, baseBytes } = source.direct;
+    return {
+      layer: source,
+      fd,
+      offsetBytes: baseBytes + this.#plan.moffsets[0]! * SECTOR_BYTES,
+      name: source.name,
+    };
   }
 
   readonly #sourceOf = (layer: number): ReadSource => this.#source(layer);

@@ -58,6 +58,11 @@ export interface LayerStack extends Disposable {
     lengthBytes: number,
     visit: (fd: number, offsetBytes: number, lengthBytes: number, name: string) => void,
   ): void;
+  /**
+   * Where the bytes lie as they are in one uncompressed lower layer; undefined when they do not lie in one piece of
+   * one. With a `pin` taken now they may be read from there.
+   */
+  rawRange(offsetBytes: number, lengthBytes: number): RawRange | undefined;
   write(offsetBytes: number, source: Uint8Array): void;
   /** The range reads as zeros afterwards, also over data of lower layers. */
   discard(offsetBytes: number, lengthBytes: number): void;
@@ -140,6 +145,14 @@ export interface PendingFlush {
   afterFirst(): readonly SyncTarget[];
   done(): void;
   failed(error: unknown): void;
+}
+
+export interface RawRange {
+  /** The same object for the same open layer. */
+  readonly layer: object;
+  readonly fd: number;
+  readonly offsetBytes: number;
+  readonly name: string;
 }
 
 export type RestackSteps = Generator<readonly SyncTarget[], LayerRef, void>;

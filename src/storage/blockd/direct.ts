@@ -1,0 +1,103 @@
+import { closeSync, constants, openSync } from "node:fs";
+import { allocateBig } from "../../../ffi/bigmem.ts";
+import type { IoEngine } from "../io/index.ts";
+import type { LayerStack, RawRange } from "../overlaybd/types.ts";
+
+/** Longer reads are streams, which the page cache reads ahead for. */
+const SLOT_BYTES = 64 << 10;
+const SLOTS = 32;
+/** What O_DIRECT asks of offsets and lengths, at least; a disk that asks for more refuses and is read as ever. */
+const UNIT_BYTES = 512;
+/** Not among the constants of node:fs. */
+const O_CLOEXEC = 0o2000000;
+
+/**
+ * Reads of uncompressed lower layers around the page cache: for devices whose image nobody else on the host uses, or
+ * whose guest caches all it reads. A read that lies in one piece of one such layer goes to the disk as it is; every
+ * other is left to the page cache. Reads see what was there when they began, or later.
+ */
+export class DirectReader implements AsyncDisposable {
+  readonly #stack: LayerStack;
+  readonly #engine: IoEngine;
+  /** By layer: its descriptor for O_DIRECT; undefined where that is not to be had. */
+  readonly #files = new Map<object, number | undefined>();
+  readonly #opened: number[] = [];
+  readonly #running = new Set<Promise<boolean>>();
+  /** Aligned memory in slots; made with the first read. */
+  #memory: Uint8Array | undefined;
+  readonly #freeSlots = Array.from({ length: SLOTS }, (_, slot) => slot);
+  #closed = false;
+
+  constructor(stack: LayerStack, engine: IoEngine) {
+    this.#stack = stack;
+    this.#engine = engine;
+  }
+
+  /** The read is one that {@link read} may do. */
+  wants(offsetBytes: number, lengthBytes: number): boolean {
+    return this.#range(offsetBytes, lengthBytes) !== undefined;
+  }
+
+  #range(offsetBytes: number, lengthBytes: number): RawRange | undefined {
+    if (lengthBytes > SLOT_BYTES || offsetBytes % UNIT_BYTES !== 0 || lengthBytes % UNIT_BYTES !== 0)
+      return undefined;
+    const range = this.#stack.rawRange(offsetBytes, lengthBytes);
+    return range === undefined || range.offsetBytes % UNIT_BYTES !== 0 ? undefined : range;
+  }
+
+  /** Begins to fill `into`; undefined when the read is one for the page cache. Resolves to false when it turns out so. */
+  read(offsetBytes: number, into: Uint8Array): Promise<boolean> | undefined {
+    if (this.#freeSlots.length === 0 || this.#closed) return undefined;
+    const range = this.#range(offsetBytes, into.length);
+    if (range === undefined) return undefined;
+    const fd = this.#descriptor(range);
+    if (fd === undefined) return undefined;
+    const running = this.#fill(fd, range, into);
+    this.#running.add(running);
+    void running.then(() => this.#running.delete(running));
+    return running;
+  }
+
+  #descriptor({ layer, fd }: RawRange): number | undefined {
+    if (this.#files.has(layer)) return this.#files.get(layer);
+    let opened: number | undefined;
+    try {
+      opened = openSync(`/proc/self/fd/${fd}`, constants.O_RDONLY | constants.O_DIRECT | O_CLOEXEC);
+      this.#opened.push(opened);
+    } catch (error) {
+      // A file system without O_DIRECT. Anything else shows when the layer is read as ever.
+      if (!(error instanceof Error)) throw error;
+    }
+    this.#files.set(layer, opened);
+    return opened;
+  }
+
+  async #fill(fd: number, range: RawRange, into: Uint8Array): Promise<boolean> {
+    this.#memory ??= new Uint8Array(allocateBig(SLOTS * SLOT_BYTES));
+    const memory = this.#memory;
+    const slot = this.#freeSlots.pop()!;
+    const at = slot * SLOT_BYTES;
+    const unpin = this.#stack.pin();
+    try {
+      const got = await this.#engine.read(fd, memory, at, into.length, range.offsetBytes, range.name);
+      if (got !== into.length) return false;
+      into.set(memory.subarray(at, at + got));
+      return true;
+    } catch {
+      // Refused (alignment) or failed: reading as ever does better, or says what is wrong.
+      this.#files.set(range.layer, undefined);
+      return false;
+    } finally {
+      unpin();
+      this.#freeSlots.push(slot);
+    }
+  }
+
+  /** Waits for the reads under way. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    this.#closed = true;
+    await Promise.all(this.#running);
+    this.#files.clear();
+    for (const fd of this.#opened.splice(0)) closeSync(fd);
+  }
+}
