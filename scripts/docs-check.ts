@@ -277,7 +277,8 @@ for (const page of pages) {
       if (/^(sudo )?(aenv|agentenv|make) /.test(code!))
         checkLine(code!.replace(/…/g, ""), `${page.name}:${i + 1}`);
       const script = /^(scripts|deploy|src|c|ffi|tests|config|docs)\/[\w./-]+$/.exec(code!);
-      if (script !== null && !existsSync(join(ROOT, code!)))
+      // Tests and modules may be named without their ending.
+      if (script !== null && !["", ".ts", ".test.ts"].some((end) => existsSync(join(ROOT, `${code}${end}`))))
         problems.push(`${page.name}:${i + 1}: there is no ${code}`);
     }
   });

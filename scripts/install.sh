@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Installs, upgrades or removes the AgentENV server as a systemd service. Needs root, and nothing but this file:
-# unit, configuration and host set-up come out of the executable itself.
+# Installs, upgrades or removes the AgentENV server as a systemd service, or its command line alone. The server's
+# part needs root; none needs anything but this file: unit, configuration and host set-up come out of the executable itself.
 #
 #   install.sh [install] --from FILE|URL [--sha256 HEX] [--no-start]
 #   install.sh uninstall [--purge]
+#   install.sh cli --from FILE|URL [--sha256 HEX]
 #
+# cli         only aenv, the command line, for this user or machine: no root, no service, macOS and arm64, too
 # --from      the executable, or a release archive (.tar.gz) that holds it; a file or an https:// URL
 # --sha256    what its SHA-256 must be; without it a URL needs a file of the same name plus .sha256 beside it
 # --no-start  prepare everything, start nothing
@@ -13,7 +15,7 @@
 # Installing over an older version is an upgrade: the configuration stays, running sandboxes go on, and a new
 # version that does not come up is taken back. Environment: PREFIX (/usr/local), AENV_HOME_PATH (/var/lib/aenv),
 # AENV_VIRTUALIZATION_MODE (auto), AENV_SERVICE_USER and AENV_SERVICE_GROUP (aenv), SKIP_SETUP=1 (no packages, no
-# dependencies: agentenv setup is left to you).
+# dependencies: agentenv setup is left to you), INSTALL_DIR (cli: /usr/local/bin if it can be written, else ~/.local/bin).
 set -euo pipefail
 umask 022
 
@@ -55,7 +57,7 @@ check_arguments() {
 
 # Puts the wanted executable at $work/agentenv.
 fetch() {
-  local from=$1 want=$2 got file=$work/download
+  local from=$1 want=$2 got found file=$work/download
   case $from in
     https://*|http://127.0.0.1*|http://localhost*)
       command -v curl >/dev/null || die "curl is not installed" "install it, or download the file yourself and give its path"
@@ -71,12 +73,16 @@ fetch() {
       if [[ -z $want && -f $from.sha256 ]]; then want=$(cut -d' ' -f1 "$from.sha256"); fi;;
   esac
   if [[ -n $want ]]; then
-    got=$(sha256sum "$file" | cut -d' ' -f1)
-    [[ ${want,,} == "$got" ]] || die "the checksum of $from is $got, not $want" "download it again; if that does not help, do not install it"
+    got=$( (sha256sum "$file" 2>/dev/null || shasum -a 256 "$file") | cut -d' ' -f1)
+    [[ $(tr '[:upper:]' '[:lower:]' <<<"$want") == "$got" ]] || die "the checksum of $from is $got, not $want" "download it again; if that does not help, do not install it"
     step checksum "$got"
   fi
   if [[ $(head -c 2 "$file" | od -An -tx1 | tr -d ' ') == 1f8b ]]; then
-    tar -xzf "$file" -C "$work" --wildcards --no-anchored --transform 's,.*/,,' agentenv || die "$from holds no agentenv"
+    mkdir "$work/unpacked"
+    tar -xzf "$file" -C "$work/unpacked" || die "$from cannot be unpacked"
+    found=$(find "$work/unpacked" -type f \( -name agentenv -o -name aenv \) | head -n 1)
+    [[ -n $found ]] || die "$from holds no agentenv"
+    mv "$found" "$work/agentenv"
   else mv "$file" "$work/agentenv"; fi
   chmod 755 "$work/agentenv"
   version=$("$work/agentenv" --version 2>/dev/null) || die "$from does not run on this machine"
@@ -224,6 +230,32 @@ install_server() {
   say "The server runs: http://$(setting API_ADDR), key in $home/secrets/api-key, log: journalctl -u aenv"
 }
 
+install_cli() {
+  local from='' sha256='' target=${INSTALL_DIR:-}
+  while (($#)); do
+    case $1 in
+      --from) from=${2:?--from needs a file or URL}; shift 2;;
+      --sha256) sha256=${2:?--sha256 needs a checksum}; shift 2;;
+      *) usage;;
+    esac
+  done
+  [[ -n $from ]] || usage
+  if [[ -z $target ]]; then
+    target=$HOME/.local/bin
+    [[ ! -w /usr/local/bin ]] || target=/usr/local/bin
+  fi
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  fetch "$from" "$sha256"
+  mkdir -p "$target"
+  # Beside a server's executable aenv is its link, and stays so.
+  [[ ! -L $target/aenv ]] || die "$target/aenv is a link to $(readlink "$target/aenv")" "choose another place with INSTALL_DIR"
+  cp "$work/agentenv" "$target/aenv.new"
+  mv -f "$target/aenv.new" "$target/aenv"
+  step install "$target/aenv ($version)"
+  case :$PATH: in *:"$target":*) ;; *) say "Add $target to your PATH.";; esac
+}
+
 uninstall_server() {
   local purge=
   case ${1:-} in '') ;; --purge) purge=1;; *) usage;; esac
@@ -273,6 +305,7 @@ end_leftovers() {
 case ${1:-} in
   uninstall) shift; uninstall_server "$@";;
   install) shift; install_server "$@";;
+  cli) shift; install_cli "$@";;
   --*) install_server "$@";;
   *) usage;;
 esac

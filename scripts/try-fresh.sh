@@ -96,6 +96,12 @@ pid=$(main_pid)
 ok "$(in_fresh $bindir/agentenv --version) runs as user aenv with CAP_NET_ADMIN and CAP_SYS_ADMIN, nothing more"
 show in_fresh sh -c "set -a; . /etc/default/aenv; exec $bindir/agentenv doctor" || die "doctor is not content"
 
+phase "the command line alone, as a plain user"
+in_fresh useradd --create-home plain
+show in_fresh runuser -u plain -- env HOME=/home/plain bash /mnt/in/install.sh cli --from /mnt/in/agentenv-next || die "install.sh cli failed"
+[[ $(in_fresh stat -c %U /home/plain/.local/bin/aenv) == plain ]] || die "not the user's"
+in_fresh userdel --remove plain
+
 phase "first sandbox"
 url=$(nsenter -t "$(cat "$dir/pid")" -n scripts/registry.sh start "$registry")
 scripts/make-debian-image.sh .aenv/image >/dev/null
