@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A machine as a new user has it: Debian's base system with systemd as its init, in namespaces of its own (mounts,
 # processes, network, names, control groups) with a way out through this machine. Gone when it stops.
-#   fresh-machine.sh base FILE          make the root file system as a tar, unless it is there
+#   fresh-machine.sh base CACHE         make the root file system as a tar in that directory, unless it is there;
+#                                       prints its path
 #   fresh-machine.sh start DIR FILE [INIT [ARGUMENT]...]
 #                                       unpack it into DIR/root (-: it is there) and boot it; prints the pid of its
 #                                       init, which is systemd, or INIT with the environment of DIR/env, as a container
@@ -12,14 +13,15 @@
 set -euo pipefail
 repo=$(cd "$(dirname "$0")/.." && pwd)
 die() { echo "error: $*" >&2; exit 1; }
-usage() { sed -n '4,9s/^#  //p' "$0" >&2; exit 2; }
+usage() { sed -n '4,10s/^#  //p' "$0" >&2; exit 2; }
 [[ $(id -u) == 0 ]] || die "needs root"
 
 PACKAGES=systemd,systemd-sysv,dbus,ca-certificates,curl
 
 make_base() {
-  local file=$1
-  [[ ! -s $file ]] || return 0
+  local file
+  file=$1/base-$(cat - /etc/os-release <<<"$PACKAGES" | sha256sum | cut -c1-16).tar
+  if [[ -s $file ]]; then echo "$file"; return; fi
   command -v mmdebstrap >/dev/null || die "mmdebstrap is not installed: apt-get install mmdebstrap"
   mkdir -p "$(dirname "$file")"
   work=$(mktemp -d)
@@ -32,6 +34,7 @@ make_base() {
     "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$work/root.tar" - < "$work/host.sources" > "$work/log" 2>&1 ||
     { tail -n 15 "$work/log" >&2; die "mmdebstrap failed"; }
   mv "$work/root.tar" "$file"
+  echo "$file"
 }
 
 # Runs as the first process of the new namespaces; becomes the machine's init.

@@ -53,8 +53,7 @@ goes_on() {
 files() { in_fresh find / -xdev \( -path /var/cache -o -path /var/log -o -path /var/lib/apt -o -path /var/lib/dpkg -o -path /tmp -o -path /root \) -prune -o ! -type d ! -lname '/etc/alternatives/*' -print | sort; }
 
 phase "a fresh machine: Debian's base system, systemd, nothing of ours"
-base=$cache/base-$(cat scripts/fresh-machine.sh /etc/os-release | sha256sum | cut -c1-16).tar
-scripts/fresh-machine.sh base "$base"
+base=$(scripts/fresh-machine.sh base "$cache")
 scripts/fresh-machine.sh start "$dir" "$base" >/dev/null
 ok "$(in_fresh sh -c '. /etc/os-release; echo "$PRETTY_NAME"'), $(in_fresh systemctl is-system-running), pid 1 is $(in_fresh cat /proc/1/comm)"
 

@@ -15,8 +15,7 @@ cleanup() { unbuild; scripts/registry.sh stop "$registry" || true; scripts/fresh
 trap cleanup EXIT
 in_image() { scripts/fresh-machine.sh run "$dir" "$@"; }
 
-base=$cache/base-$(cat scripts/fresh-machine.sh /etc/os-release | sha256sum | cut -c1-16).tar
-scripts/fresh-machine.sh base "$base"
+base=$(scripts/fresh-machine.sh base "$cache")
 mkdir -p "$root" "$dir/in"
 tar -xpf "$base" -C "$root" --exclude='./dev/*'
 cp /etc/resolv.conf "$root/etc/resolv.conf"
@@ -37,7 +36,7 @@ while IFS= read -r line; do
         grep -qxF "!$file" deploy/docker/Dockerfile.dockerignore || die "$file is not in the build context"
         echo "  COPY    $file"; install -D -m "${words[0]#--chmod=}" "$file" "$root${words[-1]}$(basename "$file")"
       done;;
-    ENV) tr ' ' '\n' <<<"$rest" | grep = >> "$dir/in/env";;
+    ENV) tr ' ' '\n' <<<"$rest" | grep '=' >> "$dir/in/env";;
     ENTRYPOINT) mapfile -t entrypoint < <(grep -oE '"[^"]*"' <<<"$rest" | tr -d '"');;
     FROM) [[ $rest == debian:*-slim ]] || die "FROM $rest"; echo "  FROM    $rest (this machine's Debian base system stands for it)";;
     VOLUME|EXPOSE|STOPSIGNAL|HEALTHCHECK) ;;
