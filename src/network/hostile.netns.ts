@@ -107,6 +107,38 @@ async function startGuest(slot: NetworkSlot): Promise<Guest & GuestAgent> {
 const reach = async (guest: GuestAgent, port = 7000, sendHex = "") =>
   (await guest.do({ op: "tcp", address: GOOD, port, sendHex, until: "hello", timeoutMs: 10_000 })).outcome;
 
+/** ARP questions seen in a slot's namespace, on all its devices. */
+async function captureArp(netns: string) {
+  const child = Bun.spawn(
+    ["nsenter", `--net=${netns}`, "tcpdump", "-i", "any", "--immediate-mode", "-nn", "-l", "-t", "arp"],
+    { stdout: "pipe", stderr: "pipe" },
+  );
+  const errors = child.stderr.getReader();
+  for (let said = ""; !said.includes("listening"); ) {
+    const { value, done } = await errors.read();
+    if (done) throw new Error(`tcpdump ended: ${said}`);
+    said += Buffer.from(value).toString();
+  }
+  const reader = child.stdout.getReader();
+  return {
+    /** Questions before the first one for the address. */
+    async untilAsked(address: string): Promise<string[]> {
+      for (let said = ""; ; ) {
+        const { value, done } = await reader.read();
+        if (done) throw new Error(`tcpdump ended: ${said}`);
+        said += Buffer.from(value).toString();
+        const questions = said.split("\n").filter((line) => line.includes("who-has"));
+        const end = questions.findIndex((line) => line.includes(`who-has ${address} `));
+        if (end >= 0) return questions.slice(0, end);
+      }
+    },
+    async [Symbol.asyncDispose]() {
+      child.kill("SIGTERM");
+      await child.exited;
+    },
+  };
+}
+
 const neighbours = (netns: string) => inside(netns, "ip", "-4", "neigh").trim().split("\n").length;
 
 describe("hostile guests", () => {
@@ -263,6 +295,39 @@ describe("hostile guests", () => {
 });
 
 describe("the way to the internet", () => {
+  test("first connections into a slot and out of it wait for no neighbour", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using guest = await startGuest(slot);
+    const entries = (netns: string | undefined, device: string) => {
+      const argv = ["ip", "neigh", "show", "dev", device];
+      return netns === undefined ? run(...argv) : inside(netns, ...argv);
+    };
+    // As after a resume: the guest knows its gateway, whose address and MAC are the same in every slot.
+    inside(
+      guest.netns,
+      "ip",
+      "neigh",
+      "replace",
+      slot.gatewayAddress,
+      "lladdr",
+      "02:fc:a9:fe:00:16",
+      "dev",
+      "eth0",
+    );
+    await using arp = await captureArp(slot.netnsPath);
+    const connect = `exec 3<>/dev/tcp/${slot.hostAddress}/9`;
+    expect(Bun.spawnSync(["bash", "-c", connect], { stderr: "pipe" }).stderr.toString()).toContain("refused");
+    expect(await reach(guest)).toBe("open");
+    for (const listed of [entries(undefined, `veth-${slot.index}`), entries(slot.netnsPath, "tap0")]) {
+      expect(listed).toContain("PERMANENT");
+    }
+    // A question that is asked on purpose, so that all before it is in the capture.
+    inside(slot.netnsPath, "ip", "addr", "add", "192.0.2.1/24", "dev", "vpeer");
+    Bun.spawnSync(["nsenter", `--net=${slot.netnsPath}`, "bash", "-c", "echo >/dev/udp/192.0.2.2/9"]);
+    expect(await arp.untilAsked("192.0.2.2")).toEqual([]);
+  }, 30_000);
+
   test("an uplink with a smaller MTU: no guest has to find out by itself, in either direction", async () => {
     await using service = await startService();
     await using slot = await service.acquire();

@@ -333,6 +333,17 @@ const KINDS: Record<string, Kind> = {
     ],
     silent: [EVIL, LAST],
   },
+  "FR-83: everything, also by overlapping blocks up to the last address; one address allowed": {
+    input: { denyOut: [ALL, "240.0.0.0/4", "255.255.255.255/32", "::/0"], allowOut: [`${HIGH}/32`] },
+    tries: [
+      tcp(HIGH, 7000, "open"),
+      udp(HIGH, 443, "open"),
+      tcp(LAST, 7000, "refused"),
+      tcp(GOOD, 80, "refused"),
+      udp(EVIL, 443, "refused"),
+    ],
+    silent: [LAST, GOOD, EVIL],
+  },
   "domains only": {
     input: WEB,
     tries: [

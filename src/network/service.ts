@@ -25,6 +25,7 @@ import {
 import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
 import { type CompiledPolicy, compilePolicy, DEFAULT_POLICY, type EgressPolicy } from "./egress-policy.ts";
 import { chooseDnsServer, enableForwarding, ownLocalAddress, requireHostSupport } from "./host.ts";
+import { adviseOnPools } from "./host-check.ts";
 import { closeHostFirewall, openHostFirewall } from "./host-firewall.ts";
 import type { Batch } from "./nft.ts";
 import { WarmPool } from "./pool.ts";
@@ -153,6 +154,13 @@ class Service implements NetworkService {
     await this.#restorePolicies(kept);
     this.#locks = undo.move();
     this.#state = "running";
+    // Nobody waits for it: it is advice.
+    const { hostInteraction, veth, egressAddress } = this.#plan;
+    void this.#track(
+      adviseOnPools([hostInteraction, veth], formatIpv4(egressAddress), this.#log).catch((error: unknown) =>
+        this.#log.debug({ err: error }, "the host's routes and rules could not be looked at"),
+      ),
+    );
     if (this.#options.pool !== undefined) {
       this.#pool = new WarmPool(
         this.#options.pool,

@@ -86,6 +86,15 @@ async function timed(rounds: number, work: (round: number) => PromiseLike<unknow
   return times;
 }
 
+/** Processor time of this process, all threads, from now on. */
+function processorMs(): () => number {
+  const before = process.cpuUsage();
+  return () => {
+    const { user, system } = process.cpuUsage(before);
+    return (user + system) / 1000;
+  };
+}
+
 async function withService<T>(
   options: Partial<NetworkServiceOptions>,
   work: (service: NetworkService) => PromiseLike<T>,
@@ -100,10 +109,15 @@ async function withService<T>(
 async function benchSlots(): Promise<void> {
   await withService({}, async (service) => {
     const held: NetworkSlot[] = [];
+    const processor = processorMs();
     const made = await timed(30, async () => held.push(await service.acquire()));
+    const making = processor() / 30;
+    const removing = processorMs();
     const removed = await timed(30, (round) => held[round]![Symbol.asyncDispose]());
     row("slot made, ms", shown(made), "min / median / max of 30");
+    row("  processor time of it, ms", making.toFixed(2));
     row("slot removed, ms", shown(removed));
+    row("  processor time of it, ms", (removing() / 30).toFixed(2));
   });
   await withService({ pool: { lowWatermark: 0, highWatermark: 4, maintenance: false } }, async (service) => {
     await (await service.acquire())[Symbol.asyncDispose]();
@@ -151,11 +165,13 @@ async function benchCrowd(): Promise<void> {
     const slot = await service.acquire(OPEN);
     const alone = await benchPolicies(slot);
     const started = performance.now();
+    const processor = processorMs();
     const crowd = await Promise.all(
       Array.from({ length: SLOTS - 1 }, (_, i) => service.acquire(i % 2 === 0 ? DOMAINS : OPEN)),
     );
     const each = (performance.now() - started) / (SLOTS - 1);
     row(`slots made, ${SLOTS - 1} at once with policies, ms each`, each.toFixed(2));
+    row("  processor time of it, ms", (processor() / (SLOTS - 1)).toFixed(2));
     const crowded = await benchPolicies(slot);
     row("policy update, 1 slot, ms", shown(alone.update));
     row(`policy update, ${SLOTS} slots, ms`, shown(crowded.update));
