@@ -22,7 +22,7 @@ export class DirectReader implements AsyncDisposable {
   /** By layer: its descriptor for O_DIRECT; undefined where that is not to be had. */
   readonly #files = new Map<object, number | undefined>();
   readonly #opened: number[] = [];
-  readonly #running = new Set<Promise<boolean>>();
+  #idle: (() => void) | undefined;
   /** Aligned memory in slots; made with the first read. */
   #memory: Uint8Array | undefined;
   readonly #freeSlots = Array.from({ length: SLOTS }, (_, slot) => slot);
@@ -52,10 +52,7 @@ export class DirectReader implements AsyncDisposable {
     if (range === undefined) return undefined;
     const fd = this.#descriptor(range);
     if (fd === undefined) return undefined;
-    const running = this.#fill(fd, range, into);
-    this.#running.add(running);
-    void running.then(() => this.#running.delete(running));
-    return running;
+    return this.#fill(fd, range, into);
   }
 
   #descriptor({ layer, fd }: RawRange): number | undefined {
@@ -72,31 +69,40 @@ export class DirectReader implements AsyncDisposable {
     return opened;
   }
 
-  async #fill(fd: number, range: RawRange, into: Uint8Array): Promise<boolean> {
+  /** The descriptor is our own, so the layer may be taken out of the stack meanwhile. */
+  #fill(fd: number, range: RawRange, into: Uint8Array): Promise<boolean> {
     this.#memory ??= new Uint8Array(allocateBig(SLOTS * SLOT_BYTES));
     const memory = this.#memory;
     const slot = this.#freeSlots.pop()!;
     const at = slot * SLOT_BYTES;
-    const unpin = this.#stack.pin();
-    try {
-      const got = await this.#engine.read(fd, memory, at, into.length, range.offsetBytes, range.name);
-      if (got !== into.length) return false;
-      into.set(memory.subarray(at, at + got));
-      return true;
-    } catch {
-      // Refused (alignment) or failed: reading as ever does better, or says what is wrong.
-      this.#files.set(range.layer, undefined);
-      return false;
-    } finally {
-      unpin();
+    const { length } = into;
+    const end = () => {
       this.#freeSlots.push(slot);
-    }
+      if (this.#freeSlots.length === SLOTS) this.#idle?.();
+    };
+    return this.#engine.read(fd, memory, at, length, range.offsetBytes, range.name).then(
+      (got) => {
+        if (got === length) into.set(memory.subarray(at, at + length));
+        end();
+        return got === length;
+      },
+      () => {
+        // Refused (alignment) or failed: reading as ever does better, or says what is wrong.
+        this.#files.set(range.layer, undefined);
+        end();
+        return false;
+      },
+    );
   }
 
   /** Waits for the reads under way. */
   async [Symbol.asyncDispose](): Promise<void> {
     this.#closed = true;
-    await Promise.all(this.#running);
+    if (this.#freeSlots.length < SLOTS) {
+      await new Promise<void>((resolve) => {
+        this.#idle = resolve;
+      });
+    }
     this.#files.clear();
     for (const fd of this.#opened.splice(0)) closeSync(fd);
   }

@@ -60,7 +60,7 @@ export interface LayerStack extends Disposable {
   ): void;
   /**
    * Where the bytes lie as they are in one uncompressed lower layer; undefined when they do not lie in one piece of
-   * one. With a `pin` taken now they may be read from there.
+   * one. Layers are never written to: the range stays what it is as long as the file is open.
    */
   rawRange(offsetBytes: number, lengthBytes: number): RawRange | undefined;
   write(offsetBytes: number, source: Uint8Array): void;
