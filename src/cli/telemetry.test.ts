@@ -50,7 +50,7 @@ describe("aenv logs", () => {
     answer = pager(() => entries);
     const run = await rig.aenv(["logs", id]);
     expect(run.err).toBe("");
-    expect(run.out.match(/line \d+$/gm) ?? []).toEqual(entries.map((_, i) => `line ${i}`));
+    expect([...run.out.matchAll(/line \d+$/gm)].map(String)).toEqual(entries.map((_, i) => `line ${i}`));
     expect(run.out).toMatch(/^2023-11-14 22:13:20 {2}info {3}line 0\n/);
     const tail = await rig.aenv(["logs", "-n", "3", "-o", "json", id]);
     expect(
@@ -84,7 +84,7 @@ describe("aenv logs", () => {
     };
     const run = await rig.aenv(["logs", "--follow", id]);
     expect(run.code).toBe(0);
-    expect(run.out.match(/line \d/g) ?? []).toEqual(["line 0", "line 1", "line 1", "line 2"]);
+    expect([...run.out.matchAll(/line \d/g)].map(String)).toEqual(["line 0", "line 1", "line 1", "line 2"]);
     expect(run.err).toBe(`The sandbox ${id} is gone.\n`);
   });
 });
