@@ -1070,6 +1070,7 @@ describe("resolve", () => {
         list: () => client.list(),
         flush: (id) => client.flush(id),
         restack: (id, sealed, fresh) => client.restack(id, sealed, fresh),
+        swapLowers: (id, swaps) => client.swapLowers(id, swaps),
         stats: () => client.stats(),
         shutdown: () => client.shutdown(),
         [Symbol.asyncDispose]: async () => undefined,

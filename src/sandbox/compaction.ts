@@ -2,6 +2,7 @@ import { statSync } from "node:fs";
 import { join } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
+import type { LowerSwap } from "../storage/blockd/protocol.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import { privateLayerName } from "./layers.ts";
 
@@ -54,14 +55,21 @@ export class Substitutes {
 
   /** Same content, fewer layers. In the order in which they were made: a later one may replace an earlier. */
   apply(layers: readonly LayerRef[]): LayerRef[] {
+    return this.plan(layers).layers;
+  }
+
+  /** The same, with the steps that lead there. */
+  plan(layers: readonly LayerRef[]): { readonly layers: LayerRef[]; readonly swaps: LowerSwap[] } {
     const result = [...layers];
+    const swaps: LowerSwap[] = [];
     for (const { files, layer } of this.#all) {
       const at = result.findIndex(({ file }) => file === files[0]);
       if (at >= 0 && files.every((file, i) => result[at + i]?.file === file)) {
         result.splice(at, files.length, layer);
+        swaps.push({ first: at, count: files.length, merged: layer });
       }
     }
-    return result;
+    return { layers: result, swaps };
   }
 }
 

@@ -847,11 +847,26 @@ class Running implements RunningSandbox {
   async #swapLowers(lowers: readonly LayerRef[]): Promise<void> {
     const { factory, device } = this.#parts;
     const { blockClient, maxLiveLowers = MAX_LIVE_LOWERS, log } = factory;
-    // A kernel's device cannot be made anew under the VM that has it open.
-    if (lowers.length <= maxLiveLowers || device.exportKind === "ublk") return;
-    const merged = this.#substitutes.disk.apply(lowers);
+    if (lowers.length <= maxLiveLowers) return;
+    const { layers: merged, swaps } = this.#substitutes.disk.plan(lowers);
     if (merged.length > lowers.length / 2) return;
     const { deviceId, exportKind } = device;
+    const replaced = () => {
+      log.info({ deviceId, lowers: lowers.length, merged: merged.length }, "lowers replaced");
+      const kept = new Set(merged.map(({ file }) => file));
+      this.#unused.push(...lowers.filter((layer) => isPrivate(layer) && !kept.has(layer.file)));
+    };
+    if (exportKind === "ublk") {
+      // The kernel's device that the VM has open stays: what is under it is changed in place.
+      try {
+        await blockClient.swapLowers(deviceId, swaps);
+      } catch (error) {
+        log.warn({ err: error, deviceId }, "lowers were not replaced");
+        return;
+      }
+      replaced();
+      return;
+    }
     const spec = (image: DeviceSpec["image"]): DeviceSpec => ({
       deviceId,
       image,
@@ -880,9 +895,7 @@ class Running implements RunningSandbox {
       await blockClient.create(before);
       return;
     }
-    log.info({ deviceId, lowers: lowers.length, merged: merged.length }, "lowers replaced");
-    const kept = new Set(merged.map(({ file }) => file));
-    this.#unused.push(...lowers.filter((layer) => isPrivate(layer) && !kept.has(layer.file)));
+    replaced();
   }
 
   /** After the commit, which links from them: layers that nothing here refers to any more. */

@@ -5,7 +5,7 @@ import { join } from "node:path";
 import type { DeviceInfo, ExportKind } from "../../src/storage/blockd/index.ts";
 import { BufferPool } from "../../src/storage/export/nbd/index.ts";
 import { probeUblkHere, UblkServer, ublkStamp } from "../../src/storage/export/ublk/index.ts";
-import { commitUpper, createLayerWriter } from "../../src/storage/overlaybd/index.ts";
+import { commitUpper, createLayerWriter, mergeLayers } from "../../src/storage/overlaybd/index.ts";
 import type { LayerRef, UpperRef } from "../../src/storage/overlaybd/types.ts";
 import {
   blockdOptions,
@@ -147,6 +147,19 @@ describe.each(["nbd", "ublk"] as const)("the same over %s:", (kind: ExportKind) 
     });
     await qemuIo(old, "read -P 1 0 4M");
     await daemon.client.release(`${id}-old`);
+    // The layers below are replaced by one, under the device that stays.
+    const second = await daemon.client.restack(id, `${sealedPath}-2`, daemon.upper());
+    const merged = mergeLayers([layer, second], `${sealedPath}-merged`, {});
+    await daemon.client.swapLowers(id, [{ first: 0, count: 2, merged }]);
+    expect((await daemon.client.get(id))?.image.lowers).toHaveLength(1);
+    await qemuIo(
+      info,
+      "read -P 1 0 1M",
+      "read -P 2 1M 1M",
+      "read -P 1 2M 2M",
+      "write -P 3 0 64k",
+      "read -P 3 0 64k",
+    );
     await daemon.client.release(id);
   });
 

@@ -12,6 +12,7 @@ import {
   type BlockdStats,
   type DeviceInfo,
   type DeviceSpec,
+  type LowerSwap,
 } from "./protocol.ts";
 
 export interface BlockClientOptions {
@@ -254,6 +255,10 @@ class Client implements BlockClient {
 
   restack(deviceId: string, sealedPath: string, freshUpper: UpperRef): Promise<LayerRef> {
     return this.#call<"restack">({ op: "restack", deviceId, sealedPath, freshUpper });
+  }
+
+  async swapLowers(deviceId: string, swaps: readonly LowerSwap[]): Promise<void> {
+    await this.#call<"swapLowers">({ op: "swapLowers", deviceId, swaps });
   }
 
   async stats(): Promise<BlockdStats> {

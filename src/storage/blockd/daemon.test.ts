@@ -9,13 +9,15 @@ import {
   statSync,
   writeFileSync,
 } from "node:fs";
-import { join } from "node:path";
+import { basename, join } from "node:path";
 import pino from "pino";
 import { tryCommand } from "../../lib/command.ts";
 import { AenvError } from "../../lib/errors.ts";
 import { lockHolder } from "../../lib/file-lock.ts";
 import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
+import { mergeLayers } from "../overlaybd/index.ts";
+import type { LayerRef } from "../overlaybd/types.ts";
 import { BlockdConnection } from "./client.ts";
 import { encodeFrame } from "./framing.ts";
 import {
@@ -284,6 +286,44 @@ describe("one daemon", () => {
     const info = await client.create(spec);
     await expectIo(info, "write -P 3 0 64k", "read -P 3 0 64k");
     await client.release("bad");
+  });
+
+  test("lowers are replaced by merged ones under a client that notices nothing, and the next daemon knows", async () => {
+    const dir = join(root, "disks");
+    const info = await createBlank(client, "swapped", 8 * MiB);
+    using raw = await RawClient.open(info.socketPath!, "swapped");
+    const layers: LayerRef[] = [];
+    for (let i = 0; i < 4; i++) {
+      raw.send(request(Command.write, 100 + i, i * MiB, 4096, 0, new Uint8Array(4096).fill(i + 1)));
+      expect(await raw.answer()).toMatchObject({ error: 0 });
+      layers.push(await client.restack("swapped", join(dir, `swapped-${i}`), upperIn(dir)));
+    }
+    const merge = (name: string, ...parts: LayerRef[]) => mergeLayers(parts, join(dir, name), {});
+    const early = merge("swapped-m01", layers[0]!, layers[1]!);
+    const swaps = [
+      { first: 0, count: 2, merged: early },
+      { first: 0, count: 2, merged: merge("swapped-m012", early, layers[2]!) },
+    ];
+    await client.swapLowers("swapped", swaps);
+    const files = async () => (await client.get("swapped"))?.image.lowers.map(({ file }) => basename(file));
+    expect(await files()).toEqual(["swapped-m012", "swapped-3"]);
+    // The same again, as after an answer that got lost.
+    await client.swapLowers("swapped", swaps);
+    for (const { file } of [...layers.slice(0, 3), early]) rmSync(file);
+    const verify = async (reader: RawClient) => {
+      for (let i = 0; i < 4; i++)
+        expect(Buffer.from(await reader.read(200 + i, i * MiB, 4096)).every((byte) => byte === i + 1)).toBe(
+          true,
+        );
+    };
+    await verify(raw);
+    const gone = { first: 0, count: 1, merged: { file: join(dir, "no-such-layer") } };
+    await expect(client.swapLowers("swapped", [gone])).rejects.toThrow("no-such-layer");
+    await verify(raw);
+    expect(await files()).toEqual(["swapped-m012", "swapped-3"]);
+    const record = join(options.runtimeDir, "devices", `${fileStem("swapped")}.json`);
+    expect(readFileSync(record, "utf8")).toContain("swapped-m012");
+    await client.release("swapped");
   });
 
   test("restacks between writes lose none of them", async () => {

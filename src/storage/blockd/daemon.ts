@@ -329,6 +329,9 @@ class Daemon {
         const { deviceId, sealedPath, freshUpper } = request;
         return devices.restack(deviceId, { sealedPath, freshUpper });
       }
+      case "swapLowers":
+        await devices.swapLowers(request.deviceId, request.swaps);
+        return null;
       case "stats": {
         const { after = "" } = request;
         const stats = await this.stats();

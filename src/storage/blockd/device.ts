@@ -24,7 +24,7 @@ import { DirectReader } from "./direct.ts";
 import { Fetcher } from "./fetch.ts";
 import { Flusher, syncAll } from "./flusher.ts";
 import { DurationHistogram } from "./histogram.ts";
-import type { BlockdStats } from "./protocol.ts";
+import type { BlockdStats, LowerSwap } from "./protocol.ts";
 import type { OpenRequest } from "./worker-protocol.ts";
 
 type DeviceStats = BlockdStats["devices"][number];
@@ -43,6 +43,8 @@ export interface Device extends AsyncDisposable {
   detach(): void;
   flush(): Promise<void>;
   restack(sealedPath: string, freshUpper: UpperRef): Promise<LayerRef>;
+  /** Those before one that fails stay done. */
+  swapLowers(swaps: readonly LowerSwap[]): Promise<void>;
   stats(): DeviceStats;
 }
 
@@ -297,6 +299,11 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
         }
       });
     },
+    swapLowers: (swaps) =>
+      flusher.exclusive(() => {
+        usable();
+        for (const swap of swaps) stack.swapLowers(swap);
+      }),
     stats() {
       const { upperDataBytes, upperLiveBytes, lowerCount } = stack.stats();
       return {

@@ -3,9 +3,9 @@ import { join, resolve } from "node:path";
 import { AenvError, assert } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
-import { toBlockdError } from "./errors.ts";
+import { fromBlockdError, toBlockdError } from "./errors.ts";
 import { OperationTimes } from "./operations.ts";
-import type { BlockdStats, DeviceInfo, DeviceSpec, WorkerStats } from "./protocol.ts";
+import type { BlockdStats, DeviceInfo, DeviceSpec, LowerSwap, WorkerStats } from "./protocol.ts";
 import type { DeviceRecord } from "./schema.ts";
 import { type DeviceTable, fileStem } from "./table.ts";
 import type { WorkerHandle } from "./worker-pool.ts";
@@ -264,6 +264,18 @@ export class Devices {
         await this.#forgetRestack(entry);
         throw error;
       }
+    });
+  }
+
+  swapLowers(deviceId: string, swaps: readonly LowerSwap[]): Promise<void> {
+    return this.#inTurn(deviceId, async () => {
+      const { entry, worker } = this.#usable(deviceId);
+      const last = swaps.at(-1)?.merged.file;
+      // Nothing to do, or asked again because the answer got lost: a layer is made once, so it is there or not.
+      if (last === undefined || entry.record.image.lowers.some(({ file }) => file === last)) return;
+      const { image, failure } = await worker.call<"swapLowers">({ op: "swapLowers", deviceId, swaps });
+      await this.#save(entry, { ...entry.record, image: { ...entry.record.image, lowers: image.lowers } });
+      if (failure !== undefined) throw fromBlockdError(failure);
     });
   }
 

@@ -44,6 +44,13 @@ export interface DeviceInfo {
   readonly failure?: string;
 }
 
+/** Layers `first` to `first + count - 1` (0 = bottom) have the content of `merged`, which takes their place. */
+export interface LowerSwap {
+  readonly first: number;
+  readonly count: number;
+  readonly merged: LayerRef;
+}
+
 export type BlockdRequest =
   | { readonly op: "hello"; readonly version: number }
   | { readonly op: "create"; readonly device: DeviceSpec }
@@ -65,6 +72,12 @@ export type BlockdRequest =
       readonly sealedPath: string;
       readonly freshUpper: UpperRef;
     }
+  /**
+   * Puts merged layers in the place of lowers of an open device, one swap after the other, each counting in
+   * what the one before left. Its client notices nothing. The files that are replaced may go when it has
+   * answered. Repeating a call that succeeded changes nothing.
+   */
+  | { readonly op: "swapLowers"; readonly deviceId: string; readonly swaps: readonly LowerSwap[] }
   /** One page of statistics, ordered and continued like `list`. */
   | { readonly op: "stats"; readonly after?: string }
   /** Flushes and releases every device, removes the socket and exits. */
@@ -166,6 +179,7 @@ export interface BlockdResults {
   readonly release: null;
   readonly flush: null;
   readonly restack: LayerRef;
+  readonly swapLowers: null;
   readonly stats: BlockdStats & { readonly more: boolean };
   readonly shutdown: null;
 }
@@ -178,6 +192,7 @@ export interface BlockClient extends AsyncDisposable {
   release(deviceId: string): Promise<void>;
   flush(deviceId: string): Promise<void>;
   restack(deviceId: string, sealedPath: string, freshUpper: UpperRef): Promise<LayerRef>;
+  swapLowers(deviceId: string, swaps: readonly LowerSwap[]): Promise<void>;
   stats(): Promise<BlockdStats>;
   shutdown(): Promise<void>;
 }

@@ -54,6 +54,20 @@ export const requestSchema: z.ZodType<BlockdRequestMessage> = z.discriminatedUni
     sealedPath: absolutePath,
     freshUpper: upperSchema,
   }),
+  z.strictObject({
+    id,
+    op: z.literal("swapLowers"),
+    deviceId,
+    swaps: z
+      .array(
+        z.strictObject({
+          first: z.number().int().nonnegative(),
+          count: z.number().int().positive(),
+          merged: layerSchema,
+        }),
+      )
+      .max(1024),
+  }),
   z.strictObject({ id, op: z.literal("stats"), after: deviceId.optional() }),
   z.strictObject({ id, op: z.literal("shutdown") }),
 ]);

@@ -115,6 +115,7 @@ function futureClient(connected: Promise<BlockClient>, onShutdown: () => void): 
     flush: async (deviceId) => (await connected).flush(deviceId),
     restack: async (deviceId, sealedPath, freshUpper) =>
       (await connected).restack(deviceId, sealedPath, freshUpper),
+    swapLowers: async (deviceId, swaps) => (await connected).swapLowers(deviceId, swaps),
     stats: async () => (await connected).stats(),
     shutdown: async () => {
       const client = await connected;

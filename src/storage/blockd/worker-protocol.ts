@@ -1,5 +1,5 @@
 import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
-import type { BlockdError, BlockdStats, ExportKind, WorkerStats } from "./protocol.ts";
+import type { BlockdError, BlockdStats, ExportKind, LowerSwap, WorkerStats } from "./protocol.ts";
 
 /** What a worker is started with. */
 export interface WorkerOptions {
@@ -37,6 +37,7 @@ export type WorkerRequest =
       readonly sealedPath: string;
       readonly freshUpper: UpperRef;
     }
+  | { readonly op: "swapLowers"; readonly deviceId: string; readonly swaps: readonly LowerSwap[] }
   | { readonly op: "stats" }
   /** Removes ublk devices of ours other than these. */
   | { readonly op: "ublkOrphans"; readonly keep: readonly number[] }
@@ -55,6 +56,8 @@ export interface WorkerResults {
   readonly close: null;
   readonly flush: null;
   readonly restack: LayerRef;
+  /** What is under the device now, and why that is not all that was asked for. */
+  readonly swapLowers: { readonly image: ImageConfig; readonly failure: BlockdError | undefined };
   readonly stats: { readonly devices: BlockdStats["devices"]; readonly worker: WorkerStats };
   readonly ublkOrphans: { readonly removed: readonly number[] };
   readonly ublkRemove: null;

@@ -57,6 +57,15 @@ class DeviceOwner implements AsyncDisposable {
         return null;
       case "restack":
         return this.#device(request.deviceId).restack(request.sealedPath, request.freshUpper);
+      case "swapLowers": {
+        const device = this.#device(request.deviceId);
+        try {
+          await device.swapLowers(request.swaps);
+        } catch (error) {
+          return { image: device.image, failure: toBlockdError(error) };
+        }
+        return { image: device.image, failure: undefined };
+      }
       case "stats":
         return {
           devices: [...this.#devices.values()].map((device) => device.stats()),
