@@ -42,7 +42,9 @@ describe("power loss", () => {
     ]);
   });
 
-  test.skipIf(Bun.which("strace") === null)(
+  const noTrace = Bun.which("strace") === null;
+  if (noTrace) console.warn("skipped, no strace: what is on stable storage when it is told");
+  test.skipIf(noTrace)(
     "templates, names, snapshots, pauses and deletions are on stable storage when they are told",
     async () => {
       const home = join(dir, "home");
