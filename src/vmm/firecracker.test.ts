@@ -198,7 +198,7 @@ describe("a VM", () => {
   });
 
   test("is restored twice at once, each with disks, memory and metadata of its own", async () => {
-    const driver = driverFor();
+    const driver = driverFor("1.12.1");
     const source = specFor("source", { metadata: { instanceID: "source" } });
     const deviceStatePath = join(root, "source.state");
     {

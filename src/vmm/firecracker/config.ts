@@ -2,6 +2,8 @@ import { statSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 import type { DriveRateLimit, VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
 
+import type { FirecrackerVersion } from "./version.ts";
+
 /** One request of the configuration, in the order they are sent. */
 export interface ApiRequest {
   readonly method: "PUT" | "PATCH";
@@ -141,7 +143,7 @@ export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
 }
 
 /** Every request of a restore, up to the running guest. */
-export function restoreRequests(spec: VmRestoreSpec): ApiRequest[] {
+export function restoreRequests(spec: VmRestoreSpec, version: FirecrackerVersion): ApiRequest[] {
   return [
     {
       method: "PUT",
@@ -149,7 +151,8 @@ export function restoreRequests(spec: VmRestoreSpec): ApiRequest[] {
       body: {
         snapshot_path: spec.deviceStatePath,
         mem_backend: { backend_type: "File", backend_path: spec.memoryFile },
-        track_dirty_pages: true,
+        // Its name until 1.13, and understood as long as the major version is 1.
+        [version.atLeast(1, 14) ? "track_dirty_pages" : "enable_diff_snapshots"]: true,
         resume_vm: false,
         network_overrides: [{ iface_id: INTERFACE_ID, host_dev_name: spec.network.tapName }],
       },

@@ -121,8 +121,7 @@ class FirecrackerDriver implements VmmDriver {
         message: `the device state ${spec.deviceStatePath} of VM ${spec.vmId} does not exist`,
       });
     }
-    await this.#version();
-    return await this.#start(spec, restoreRequests(spec), true);
+    return await this.#start(spec, restoreRequests(spec, await this.#version()), true);
   }
 
   async #start(spec: VmLaunchSpec, requests: readonly ApiRequest[], restoring: boolean): Promise<VmHandle> {

@@ -92,7 +92,8 @@ const schemas = {
   "/snapshot/load": z.strictObject({
     snapshot_path: z.string(),
     mem_backend: z.strictObject({ backend_type: z.enum(["File", "Uffd"]), backend_path: z.string() }),
-    track_dirty_pages: z.boolean().optional(),
+    enable_diff_snapshots: z.boolean().optional(),
+    ...(Number(version.split(".")[1]) >= 13 ? { track_dirty_pages: z.boolean().optional() } : {}),
     resume_vm: z.boolean().optional(),
     network_overrides: z
       .array(z.strictObject({ iface_id: z.string(), host_dev_name: z.string() }))
