@@ -42,6 +42,12 @@ export class UnreachableError extends CliError {
   override readonly name = "UnreachableError";
 }
 
+/** True for what may be over in a moment: a restart of the server, a busy gateway. */
+export function isPassing(error: unknown): error is CliError {
+  if (error instanceof UnreachableError) return true;
+  return error instanceof ApiError && [429, 500, 502, 503, 504].includes(error.status);
+}
+
 function apiError(status: number, text: string): ApiError {
   let body: ErrorBody = {};
   let message = text.trim();

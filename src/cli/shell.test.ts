@@ -299,6 +299,22 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     await gone.shows("[rc 1 same]");
   });
 
+  test("top goes on over a restart of the server and leaves the terminal as it was", async () => {
+    rig.records.clear();
+    const id = rig.sandbox();
+    const terminal = rig.terminal(around("top --interval 1"));
+    await terminal.shows(/1 running at .*q ends/);
+    expect(terminal.screen()).toContain(id);
+    await rig.silence();
+    await terminal.shows(/cannot reach the server at .*; trying again/);
+    const since = terminal.screen().length;
+    rig.listen();
+    await terminal.shows("1 running at", 30_000, since);
+    terminal.type("x\x1b[Aq");
+    await terminal.shows("[rc 0 same]");
+    expect(terminal.screen()).toContain("\x1b[?1049l");
+  });
+
   test("other detach keys, none, wrong ones", async () => {
     const id = rig.sandbox();
     const terminal = rig.terminal(around(`cn --detach-keys ctrl-p,q ${id}`));

@@ -74,18 +74,21 @@ describe("aenv logs", () => {
     const same = line(1, 5);
     answer = (url) => {
       asked++;
-      if (asked > 3) return gone();
+      if (asked > 4) return gone();
+      if (asked === 3) return new Response("", { status: 503 });
       return pager(() => [
         line(0, 0),
         same,
         ...(asked > 1 ? [same] : []),
-        ...(asked > 2 ? [line(2, 9)] : []),
+        ...(asked > 3 ? [line(2, 9)] : []),
       ])(url);
     };
     const run = await rig.aenv(["logs", "--follow", id]);
     expect(run.code).toBe(0);
     expect([...run.out.matchAll(/line \d/g)].map(String)).toEqual(["line 0", "line 1", "line 1", "line 2"]);
-    expect(run.err).toBe(`The sandbox ${id} is gone.\n`);
+    expect(run.err).toBe(
+      `HTTP 503: no message; trying again\nThe server answers again.\nThe sandbox ${id} is gone.\n`,
+    );
   });
 });
 

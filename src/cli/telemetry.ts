@@ -1,4 +1,4 @@
-import { Api, ApiError, type LogJson, type MetricJson, type SandboxJson } from "./api.ts";
+import { Api, ApiError, isPassing, type LogJson, type MetricJson, type SandboxJson } from "./api.ts";
 import type { Invocation } from "./command.ts";
 import { formatTable, formatTime, plainText, print, printJson, wantsTable } from "./output.ts";
 import { fit, formatBytes } from "./progress.ts";
@@ -7,6 +7,7 @@ import { RawMode, ScreenModes } from "./terminal.ts";
 
 const LOG_POLL_MS = 1_000;
 const METRIC_POLL_MS = 5_000;
+const RETRY_MS = 1_000;
 const PAGE = 1_000;
 /** Sandboxes one call tells figures of. */
 const FIGURES = 100;
@@ -14,6 +15,32 @@ const FIGURES = 100;
 const path = (id: string) => `/sandboxes/${encodeURIComponent(id)}`;
 
 const isGone = (error: unknown) => error instanceof ApiError && error.status === 404;
+
+/** So often in a row a server may fail to answer before it is given up. */
+const TRIES = 30;
+
+/**
+ * Looks again and again for what is new, across restarts of the server. Ends, with status 0, when the
+ * sandbox is gone.
+ */
+async function follow(id: string, pollMs: number, look: () => Promise<void>): Promise<number> {
+  let failures = 0;
+  for (;;) {
+    await Bun.sleep(failures > 0 ? RETRY_MS : pollMs);
+    try {
+      await look();
+      if (failures > 0) process.stderr.write("The server answers again.\n");
+      failures = 0;
+    } catch (error) {
+      if (isGone(error)) {
+        process.stderr.write(`The sandbox ${id} is gone.\n`);
+        return 0;
+      }
+      if (!isPassing(error) || ++failures > TRIES) throw error;
+      if (failures === 1) process.stderr.write(`${plainText(error.message)}; trying again\n`);
+    }
+  }
+}
 
 // ---- logs ----
 
@@ -80,7 +107,6 @@ class LogReader {
 /** `aenv logs`. */
 export async function logs({ args, flags }: Invocation): Promise<number> {
   const tail = flags.integer("tail", 1, PAGE);
-  const follow = flags.has("follow");
   const table = flags.text("output") !== "json";
   const api = await Api.open();
   const reader = new LogReader(api, args[0]!, flags.text("level"));
@@ -91,17 +117,8 @@ export async function logs({ args, flags }: Invocation): Promise<number> {
     }
   };
   show(tail === undefined ? await reader.more() : await reader.last(tail));
-  while (follow) {
-    await Bun.sleep(LOG_POLL_MS);
-    try {
-      show(await reader.more());
-    } catch (error) {
-      if (!isGone(error)) throw error;
-      process.stderr.write(`The sandbox ${args[0]} is gone.\n`);
-      return 0;
-    }
-  }
-  return 0;
+  if (!flags.has("follow")) return 0;
+  return follow(args[0]!, LOG_POLL_MS, async () => show(await reader.more()));
 }
 
 // ---- metrics ----
@@ -126,13 +143,12 @@ function metricRow(point: MetricJson): (string | number | undefined)[] {
 /** `aenv metrics`. */
 export async function metrics({ args, flags }: Invocation): Promise<number> {
   const last = flags.integer("last", 1, 31_536_000) ?? 60;
-  const follow = flags.has("follow");
   const table = wantsTable(flags.text("output"));
   const api = await Api.open();
   const url = `${path(args[0]!)}/metrics`;
   let start = Math.floor(Date.now() / 1000) - last;
   const points = (await api.request<readonly MetricJson[]>("GET", `${url}?start=${start}`)).body;
-  if (!follow) {
+  if (!flags.has("follow")) {
     if (table) process.stdout.write(formatTable(METRIC_HEADERS, points.map(metricRow)));
     else printJson(points);
     return 0;
@@ -151,16 +167,9 @@ export async function metrics({ args, flags }: Invocation): Promise<number> {
     }
   };
   show(points);
-  for (;;) {
-    await Bun.sleep(METRIC_POLL_MS);
-    try {
-      show((await api.request<readonly MetricJson[]>("GET", `${url}?start=${start}`)).body);
-    } catch (error) {
-      if (!isGone(error)) throw error;
-      process.stderr.write(`The sandbox ${args[0]} is gone.\n`);
-      return 0;
-    }
-  }
+  return follow(args[0]!, METRIC_POLL_MS, async () =>
+    show((await api.request<readonly MetricJson[]>("GET", `${url}?start=${start}`)).body),
+  );
 }
 
 // ---- top ----
@@ -240,9 +249,13 @@ async function watchTop(api: Api, order: string, seconds: number, first: readonl
   process.stdout.write(ENTER);
   const { promise, resolve, reject } = Promise.withResolvers<number>();
   let rows = first;
+  let trouble = "";
   const draw = () => {
     const [columns, height] = process.stdout.getWindowSize();
-    const title = `${rows.length} running at ${formatTime(new Date().toISOString())}, every ${seconds} s; q ends`;
+    const title =
+      trouble !== ""
+        ? trouble
+        : `${rows.length} running at ${formatTime(new Date().toISOString())}, every ${seconds} s; q ends`;
     const lines = [title, "", ...topTable(rows).trimEnd().split("\n")];
     const shown = lines.slice(0, Math.max(1, height || 24)).map((line) => fit(line, columns || 80));
     process.stdout.write(`\x1b[H${shown.map((line) => `${line}\x1b[K`).join("\r\n")}\x1b[J`);
@@ -266,11 +279,19 @@ async function watchTop(api: Api, order: string, seconds: number, first: readonl
   const timer = setInterval(() => {
     if (looking) return;
     looking = true;
-    usages(api, order).then((next) => {
-      rows = next;
-      looking = false;
-      draw();
-    }, reject);
+    usages(api, order)
+      .then((next) => {
+        rows = next;
+        trouble = "";
+      })
+      .catch((error: unknown) => {
+        if (!isPassing(error)) throw error;
+        trouble = `${plainText(error.message)}; trying again, q ends`;
+      })
+      .then(() => {
+        looking = false;
+        draw();
+      }, reject);
   }, seconds * 1000);
   cleanup.defer(() => clearInterval(timer));
   return await promise;

@@ -296,7 +296,7 @@ export class CliRig implements AsyncDisposable {
       },
       resize: (cols, rows) => terminal.resize(cols, rows),
       exited: child.exited,
-      async shows(text, ms = 10_000, since = 0) {
+      async shows(text, ms = 30_000, since = 0) {
         const deadline = performance.now() + ms;
         const there = () =>
           typeof text === "string" ? shown.slice(since).includes(text) : text.test(shown.slice(since));
