@@ -588,15 +588,19 @@ await section("open", async () => {
   const indexCache = { directory: join(root, "index-cache") };
   const open = (options: StackOptions, prepare: () => void) => {
     const times: number[] = [];
+    const processor: number[] = [];
     for (let round = 0; round < ROUNDS; round++) {
       prepare();
       const started = performance.now();
+      const cpu = process.cpuUsage();
       using stack = openStack(image, options);
       times.push(performance.now() - started);
+      const { user, system } = process.cpuUsage(cpu);
+      processor.push((user + system) / 1000);
       if (stack.stats().lowerMappings < 990_000)
         throw new Error("the image has fewer mappings than it should");
     }
-    return spread(times);
+    return `${spread(times)} (processor time ${spread(processor)})`;
   };
   row(
     "open an image of 64 layers with 1 M mappings, no index kept",
