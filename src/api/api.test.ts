@@ -390,6 +390,8 @@ describe("bad input", () => {
       [{ volumeMounts: [{ name: "v", path: "/v" }] }, "volumeMounts"],
       [{ customExtensionParams: { a: 1 } }, "customExtensionParams"],
       [{ network: { rules: { "a.b": [] } } }, "network.rules"],
+      [{ network: { httpsPorts: [8443] } }, "network.httpsPorts"],
+      [{ network: { egressProxy: { address: "proxy.example:1080" } } }, "network.egressProxy"],
     ] as const) {
       const reply = await call("POST", "/v2/sandboxes", { templateID: "base", ...extra });
       expect(reply.status).toBe(400);

@@ -265,6 +265,10 @@ test("egress rules hold from the first packet, through pause and resume, and cha
   expect(await reach(open)).toBe("welcome");
   await open.updateNetwork({ denyOut: [outside.address] });
   expect(await reach(open)).toBe("denied");
+  const shown = JSON.parse(await cli("network", "show", open.sandboxId));
+  expect(shown).toMatchObject({ base: "default", denyOut: [`${outside.address}/32`], restricted: false });
+  expect(shown.rules).toMatchObject([{ rule: `deny ${outside.address}/32`, packets: expect.any(Number) }]);
+  expect(shown.refused.packets).toBeGreaterThan(0);
   await open.pause();
   const resumed = await Sandbox.connect(open.sandboxId, { ...connection, timeoutMs: 600_000 });
   expect(await reach(resumed)).toBe("denied");

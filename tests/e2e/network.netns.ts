@@ -505,6 +505,9 @@ describe.each(RULES.map((rule) => [rule.name, rule] as const))("%s", (_name, rul
     id = (await created("talking", rule)).id;
     await check(targetOf("warm", id), rule);
     await expectNoChatter(rule, from);
+    const { refused, byName, filtered } = await node.orchestrator.networkReport(id);
+    expect(refused.packets).toBeGreaterThan(0);
+    expect(byName.connections.relayed).toBe(filtered ? 4 : 0);
   }, 120_000);
 
   test("fork", async () => {
