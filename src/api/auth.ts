@@ -18,6 +18,6 @@ export function unauthorized(): AenvError {
     code: "unauthorized",
     status: 401,
     message: "authentication failed: the X-API-Key header is missing, repeated or wrong",
-    remediation: "send the server's key; it is in $AENV_HOME/secrets/api-key unless AENV_API_KEY is set",
+    remediation: "send the server's key; it is in $AENV_HOME_PATH/secrets/api-key unless AENV_API_KEY is set",
   });
 }

@@ -49,7 +49,7 @@ export function failure(code: string, message: string, cause: unknown, remediati
   const known = cause instanceof AenvError ? cause : undefined;
   const full = errorChain(cause).some((text) => /ENOSPC|no space left/i.test(text));
   const cure =
-    known?.remediation ?? (full ? "free space on the file system that holds $AENV_HOME" : remediation);
+    known?.remediation ?? (full ? "free space on the file system that holds $AENV_HOME_PATH" : remediation);
   return new AenvError({
     code: known?.code ?? (full ? "disk_full" : code),
     status: known?.status ?? (full ? 507 : 500),

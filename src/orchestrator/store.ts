@@ -175,7 +175,7 @@ export class SandboxStore implements Disposable {
         code: full ? "disk_full" : "persistence_failed",
         status: full ? 507 : 500,
         message: `the record of sandbox ${id} could not be stored`,
-        ...(full ? { remediation: "free space on the file system that holds $AENV_HOME" } : {}),
+        ...(full ? { remediation: "free space on the file system that holds $AENV_HOME_PATH" } : {}),
         cause,
       });
     }

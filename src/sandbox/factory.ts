@@ -672,7 +672,7 @@ class Running implements RunningSandbox {
         code: "disk_full",
         status: 507,
         message: `no space left on the file system of ${dir}`,
-        remediation: "free space on the file system that holds $AENV_HOME",
+        remediation: "free space on the file system that holds $AENV_HOME_PATH",
       });
     }
     await watch.measure("flush", () => factory.blockClient.flush(device.deviceId));
