@@ -175,6 +175,7 @@ describe("scripts", () => {
   });
 
   test("bash, typed at a real prompt", async () => {
+    await Bun.write(`${rig.dir}/space d/one`, "");
     const terminal = rig.terminal("exec env PS1='prompt> ' bash --norc -i");
     await terminal.shows("prompt> ");
     terminal.type(
@@ -187,6 +188,8 @@ describe("scripts", () => {
       ["aenv list --output=j\t", "aenv list --output=json"],
       ["aenv start base-dev:\t", "aenv start base-dev:v2"],
       [`aenv exec ${running.slice(0, -4)}\t`, `aenv exec ${running}`],
+      // Quoted as the shell does it.
+      [`aenv upload ${running} spa\t`, `aenv upload ${running} space\\\\ d/`],
     ]);
     process.kill(terminal.pid, "SIGKILL");
     await terminal.exited;
@@ -199,6 +202,7 @@ describe("scripts", () => {
       expect(script.out).toStartWith("#compdef aenv\n");
       await Bun.write(`${rig.dir}/fn/_aenv`, script.out);
       expect(await run(["zsh", "-n", `${rig.dir}/fn/_aenv`])).toEqual({ code: 0, out: "", err: "" });
+      await Bun.write(`${rig.dir}/wide-dir/one`, "");
       // In a real line editor, from the function path and by sourcing.
       for (const load of [
         "fpath=($PWD/fn $fpath); autoload -Uz compinit; compinit -u -d $PWD/zdump",
@@ -214,6 +218,7 @@ describe("scripts", () => {
           ["aenv list --output=j\t", "aenv list --output=json"],
           [`aenv exec ${running.slice(0, -4)}\t`, `aenv exec ${running}`],
           ["aenv start base-dev\t", "aenv start base-dev:v2"],
+          [`aenv upload ${running} wide\t`, `aenv upload ${running} wide-dir`],
         ]);
         const since = terminal.screen().length;
         terminal.type("aenv cn \t\t");
@@ -248,6 +253,10 @@ describe("scripts", () => {
     expect(await inFish("aenv resume ")).toEqual([`${paused}\tpython (paused)`]);
     expect((await inFish("aenv start base-d")).map((row) => row.split("\t")[0])).toEqual(["base-dev:v2"]);
     expect(await inFish(`aenv exec ${running} `)).toEqual([]);
+    await Bun.write(`${rig.dir}/data-dir/one`, "");
+    expect((await inFish(`aenv upload ${running} data-`)).map((row) => row.split("\t")[0])).toEqual([
+      "data-dir/",
+    ]);
   });
 
   test("a reader that leaves is no error", async () => {
