@@ -66,11 +66,12 @@ describe("a sandbox with a real agent", () => {
   let agent: Agent;
   let dir: string;
   const id = newId();
+  let template = newId();
   let state: SandboxRecord["state"] = "running";
   let known = true;
   const token = "";
   const record = () =>
-    ({ id, state, secure: token !== "", templateId: "t", cpuCount: 2, memoryMiB: 512 }) as SandboxRecord;
+    ({ id, state, secure: token !== "", templateId: template, cpuCount: 2, memoryMiB: 512 }) as SandboxRecord;
   const sandboxes: ObservedSandboxes = {
     list: () => (known ? [record()] : []),
     get: () => {
@@ -129,7 +130,12 @@ describe("a sandbox with a real agent", () => {
     expect(points[0]!.memTotal).toBeGreaterThan(2 ** 28);
     expect(points.every((point, i) => i === 0 || point.atMs >= points[i - 1]!.atMs)).toBe(true);
     expect(points.at(-1)!.cpuUsedPct).toBeLessThanOrEqual(100);
-    expect(observer.spawns("t")).toEqual({ count: 1, lastAtMs: 2 });
+    expect(observer.spawns(template)).toEqual({ count: 1, lastAtMs: 2 });
+    const before = template;
+    template = "debian:12";
+    observer.onEvent({ kind: "created", sandboxId: id, atMs: 3, cold: true });
+    expect(observer.spawns("debian:12").count).toBe(0);
+    template = before;
     state = "paused";
     await Bun.sleep(150);
     const kept = observer.metrics(id).length;

@@ -1,6 +1,7 @@
 import { readdirSync } from "node:fs";
 import { AenvError, errorChain } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
+import { isUuid } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
 import type { LifecycleEvent, Orchestrator, SandboxRecord } from "../orchestrator/types.ts";
 import { readAgentMetrics } from "./agent-metrics.ts";
@@ -206,7 +207,8 @@ class ServerObserver implements NodeObserver {
 
   #countSpawn(sandboxId: string, atMs: number): void {
     const record = this.#record(sandboxId);
-    if (record === undefined) return;
+    // An image reference is no template.
+    if (record === undefined || !isUuid(record.templateId)) return;
     const count = (this.#spawns.get(record.templateId)?.count ?? 0) + 1;
     this.#spawns.set(record.templateId, { count, lastAtMs: atMs });
   }
