@@ -315,8 +315,8 @@ const tables = new Set(
       .map((_, i, parts) => parts.slice(0, i + 1).join(".")),
   ),
 );
-/** Settings of the host's kernel, not of ours. */
-const SYSCTLS = /^kernel\.(io_uring_disabled|pid_max)$/;
+/** Settings of the host's kernel and fields of requests that look like keys of ours. */
+const OTHERS = /^(kernel\.(io_uring_disabled|pid_max)|network\.rules)$/;
 for (const page of pages) {
   page.prose.split("\n").forEach((line, i) => {
     for (const [, code] of line.matchAll(/`([^`]+)`/g)) {
@@ -326,7 +326,7 @@ for (const page of pages) {
       // A file name, or a field of something else.
       if (
         !tables.has(top) ||
-        SYSCTLS.test(name) ||
+        OTHERS.test(name) ||
         /\.(ts|py|md|sh|toml|json|db|sock|log|service)$/.test(name)
       )
         continue;
