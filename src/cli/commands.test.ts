@@ -236,6 +236,7 @@ describe("sandbox commands", () => {
       err: "",
       code: 0,
     });
+    expect(await run('aenv nonsense 2>&-; echo "$?"')).toEqual({ out: "2\n", err: "", code: 0 });
     const full = await run("aenv list > /dev/full");
     expect(full.code).toBe(1);
     expect(full.err).toStartWith("Error: cannot write to standard output\n");

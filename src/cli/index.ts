@@ -11,6 +11,8 @@ async function run(argv: readonly string[]): Promise<number> {
 
 /** Tells the user what went wrong; returns the exit status for it. */
 function report(error: unknown): number {
+  // Should standard error be closed, this is all there is left to tell.
+  process.exitCode = error instanceof CliError ? error.exitCode : 1;
   const [message, ...causes] = errorChain(error);
   process.stderr.write(`Error: ${plainLines(message ?? "unknown")}\n`);
   for (const cause of causes) process.stderr.write(`  caused by: ${plainLines(cause)}\n`);
@@ -30,7 +32,7 @@ function installLastResorts(): void {
   });
   process.stderr.on("error", () => {
     // There is nowhere left to tell it.
-    if (process.stderr.listenerCount("error") === 1) process.exit(1);
+    if (process.stderr.listenerCount("error") === 1) process.exit(process.exitCode ?? 1);
   });
   const onUncaught = (error: unknown) => process.exit(report(error));
   process.on("uncaughtException", onUncaught);
