@@ -9,7 +9,7 @@ const shim = bindShim({
   aenv_net_slot_create: { args: ["ptr", "ptr", "ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_slot_destroy: { args: ["ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_rules: { args: ["ptr", "i32", "ptr", "u32"], returns: "i32" },
-  aenv_net_forget_flows: { args: ["i32", "i32", "u32"], returns: "i32" },
+  aenv_net_forget_flows: { args: ["i32", "i32", "u32", "u32"], returns: "i32" },
   aenv_nf_open: { args: [], returns: "i32" },
   aenv_nf_original_destination: { args: ["i32", "ptr"], returns: "i32" },
   aenv_net_group_devices: { args: ["u32", "ptr", "u32"], returns: "i32" },
@@ -126,12 +126,12 @@ export class NetfilterSocket implements Disposable {
   }
 
   /**
-   * Forgets the tracked connections that an IPv4 address (host byte order) opened; resolves with their number.
-   * `reader`: a second socket.
+   * Forgets the tracked connections that an IPv4 address (host byte order) opened, or with a mask all addresses
+   * that are `source` under it; resolves with their number. `reader`: a second socket.
    */
-  async forget(reader: NetfilterSocket, source: number): Promise<number> {
+  async forget(reader: NetfilterSocket, source: number, mask = 0xffffffff): Promise<number> {
     const what = "forget connections";
-    return await report(check(shim.aenv_net_forget_flows(reader.#fd, this.#fd, source), what), what);
+    return await report(check(shim.aenv_net_forget_flows(reader.#fd, this.#fd, source, mask), what), what);
   }
 
   [Symbol.dispose](): void {

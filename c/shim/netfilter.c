@@ -146,7 +146,7 @@ static const struct nlattr *nested(const struct nlattr *outer, uint16_t type) {
 }
 
 /* Whether the entry was opened by `source`; *request is then the order to delete it. */
-static bool deletion_of(const struct nlmsghdr *header, uint32_t source, struct ct_request *request) {
+static bool deletion_of(const struct nlmsghdr *header, uint32_t source, uint32_t mask, struct ct_request *request) {
   if (header->nlmsg_len < NLMSG_LENGTH(sizeof(struct nfgenmsg))) return false;
   const uint8_t *attributes = (const uint8_t *)NLMSG_DATA(header) + NLMSG_ALIGN(sizeof(struct nfgenmsg));
   size_t bytes = header->nlmsg_len - NLMSG_LENGTH(sizeof(struct nfgenmsg));
@@ -155,7 +155,7 @@ static bool deletion_of(const struct nlmsghdr *header, uint32_t source, struct c
   uint32_t value;
   if (address == NULL || address->nla_len < NLA_HDRLEN + sizeof value) return false;
   memcpy(&value, (const uint8_t *)address + NLA_HDRLEN, sizeof value);
-  if (ntohl(value) != source) return false;
+  if ((ntohl(value) & mask) != source) return false;
   ct_start(request, IPCTNL_MSG_CT_DELETE, NLM_F_ACK);
   const uint16_t copied[] = {CTA_TUPLE_ORIG, CTA_ZONE, CTA_ID};
   for (size_t i = 0; i < sizeof copied / sizeof copied[0]; i++) {
@@ -196,7 +196,8 @@ static int dump_request(int fd, uint32_t source, bool filtered) {
   return send_all(fd, &request, request.header.nlmsg_len);
 }
 
-static int forget(int dump_fd, int delete_fd, uint32_t source, bool filtered, uint8_t *answer, uint8_t *reply) {
+static int forget(int dump_fd, int delete_fd, uint32_t source, uint32_t mask, bool filtered, uint8_t *answer,
+                  uint8_t *reply) {
   int count = 0;
   int result = dump_request(dump_fd, source, filtered);
   while (result == 0) {
@@ -211,7 +212,7 @@ static int forget(int dump_fd, int delete_fd, uint32_t source, bool filtered, ui
         return error < 0 ? error : -EPROTO;
       }
       struct ct_request deletion;
-      if (!deletion_of(header, source, &deletion)) continue;
+      if (!deletion_of(header, source, mask, &deletion)) continue;
       int deleted = ask(delete_fd, &deletion, reply);
       /* Gone by itself meanwhile: as wanted. */
       if (deleted < 0 && deleted != -ENOENT) return deleted;
@@ -221,12 +222,13 @@ static int forget(int dump_fd, int delete_fd, uint32_t source, bool filtered, ui
   return result;
 }
 
-int aenv_nf_forget_flows(int read_fd, int delete_fd, uint32_t source) {
+int aenv_nf_forget_flows(int read_fd, int delete_fd, uint32_t source, uint32_t mask) {
   uint8_t *buffers = malloc(2 * ANSWER_BYTES);
   if (buffers == NULL) return -ENOMEM;
-  int result = forget(read_fd, delete_fd, source, true, buffers, buffers + ANSWER_BYTES);
-  if (result == -EINVAL || result == -EOPNOTSUPP || result == -ERANGE)
-    result = forget(read_fd, delete_fd, source, false, buffers, buffers + ANSWER_BYTES);
+  bool single = mask == UINT32_MAX;
+  int result = forget(read_fd, delete_fd, source, mask, single, buffers, buffers + ANSWER_BYTES);
+  if (single && (result == -EINVAL || result == -EOPNOTSUPP || result == -ERANGE))
+    result = forget(read_fd, delete_fd, source, mask, false, buffers, buffers + ANSWER_BYTES);
   free(buffers);
   return result;
 }

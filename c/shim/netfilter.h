@@ -24,11 +24,11 @@ int aenv_nf_open(void);
 int aenv_nf_transact(int fd, const void *batch, uint32_t length, uint32_t *message);
 
 /*
- * Forgets the tracked IPv4 connections that `source` (host byte order) opened, so that no later packet counts
- * as part of one. By two sockets, to read and to delete (one user at a time; not to be used again after an
+ * Forgets the tracked IPv4 connections that addresses opened which are `source` (host byte order) under `mask`
+ * (all ones: that one address), so that no later packet counts as part of one. By two sockets, to read and to delete (one user at a time; not to be used again after an
  * error). Returns their number or -errno.
  */
-int aenv_nf_forget_flows(int read_fd, int delete_fd, uint32_t source);
+int aenv_nf_forget_flows(int read_fd, int delete_fd, uint32_t source, uint32_t mask);
 
 /*
  * Where a connection diverted to the local socket fd was meant to go: address and port in host byte order in

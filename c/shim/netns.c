@@ -44,6 +44,7 @@ struct job {
   char host_if[IFNAMSIZ];
   bool pair_made;
   uint32_t source;
+  uint32_t mask;
   /* For netfilter. Opened by the job when it is -1, and then closed when the result has been told: see aenv_nf_open. */
   int socket;
   int second_socket;
@@ -423,7 +424,7 @@ static int change_rules(struct job *job, struct aenv_net_report *report) {
 }
 
 static int forget_flows(const struct job *job, struct aenv_net_report *report) {
-  int result = aenv_nf_forget_flows(job->socket, job->second_socket, job->source);
+  int result = aenv_nf_forget_flows(job->socket, job->second_socket, job->source, job->mask);
   STEP("forget tracked connections", result);
   return result;
 }
@@ -524,12 +525,13 @@ EXPORT int aenv_net_rules(const char *ns_path, int fd, const void *batch, uint32
   return start(job, ns_path, "");
 }
 
-EXPORT int aenv_net_forget_flows(int read_fd, int delete_fd, uint32_t source) {
+EXPORT int aenv_net_forget_flows(int read_fd, int delete_fd, uint32_t source, uint32_t mask) {
   struct job *job = new_job(JOB_FORGET, NULL, 0);
   if (job == NULL) return -ENOMEM;
   job->socket = read_fd;
   job->second_socket = delete_fd;
   job->source = source;
+  job->mask = mask;
   return start(job, "", "");
 }
 

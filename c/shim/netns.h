@@ -60,10 +60,10 @@ int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint32_t gro
 int aenv_net_rules(const char *ns_path, int fd, const void *batch, uint32_t batch_bytes);
 
 /*
- * Forgets the connections that the address (host byte order) opened, by two sockets of aenv_nf_open under the
+ * Forgets the connections opened by addresses that are `source` under `mask` (host byte order), by two sockets of aenv_nf_open under the
  * same condition; the report's result is their number. Returns like aenv_net_slot_create.
  */
-int aenv_net_forget_flows(int read_fd, int delete_fd, uint32_t source);
+int aenv_net_forget_flows(int read_fd, int delete_fd, uint32_t source, uint32_t mask);
 
 /*
  * Names of the caller's network devices in `group`, one a line, into buf.

@@ -66,9 +66,12 @@ export class FlowTable implements Disposable {
   #sockets: { reader: NetfilterSocket; writer: NetfilterSocket } | undefined;
   #last: Promise<unknown> = Promise.resolve();
 
-  /** What an address (host byte order) has opened is no connection any more. One after the other. */
-  forget(source: number): Promise<number> {
-    const work = this.#last.then(() => this.#forget(source));
+  /**
+   * What an address (host byte order), or all of a block, has opened is no connection any more. One after the
+   * other. The kernel looks through its whole table: some milliseconds of processor time.
+   */
+  forget(source: number, mask?: number): Promise<number> {
+    const work = this.#last.then(() => this.#forget(source, mask));
     this.#last = work.catch(() => undefined);
     return work;
   }
@@ -79,10 +82,10 @@ export class FlowTable implements Disposable {
     this.#sockets = undefined;
   }
 
-  async #forget(source: number): Promise<number> {
+  async #forget(source: number, mask?: number): Promise<number> {
     this.#sockets ??= { reader: new NetfilterSocket(), writer: new NetfilterSocket() };
     try {
-      return await this.#sockets.writer.forget(this.#sockets.reader, source);
+      return await this.#sockets.writer.forget(this.#sockets.reader, source, mask);
     } catch (error) {
       // Answers of the failed call may still come: not to the next one.
       this[Symbol.dispose]();

@@ -87,6 +87,9 @@ class Service implements NetworkService {
   readonly #slots = new Map<number, "in_use" | "adoptable">();
   /** Slots with an entry in the host's rules or about to have one, by their address. */
   readonly #states = new Map<number, SlotState>();
+  /** Indices whose address may have connections in the host's table; all: see `start`. */
+  readonly #used = new Set<number>();
+  #allUsed = true;
   readonly #pending = new Set<Promise<unknown>>();
   #state: "new" | "running" | "closed" = "new";
   /** Pool locks, sockets and the egress servers. */
@@ -150,7 +153,7 @@ class Service implements NetworkService {
       flows: undo.use(new FlowTable()),
     };
     await firewall;
-    await this.#removeLeftovers(new Set(kept.keys()));
+    await Promise.all([this.#removeLeftovers(new Set(kept.keys())), this.#forgetPool(kept.size > 0)]);
     await this.#restorePolicies(kept);
     this.#locks = undo.move();
     this.#state = "running";
@@ -246,6 +249,17 @@ class Service implements NetworkService {
         cause,
       });
     }
+  }
+
+  /**
+   * Connections that an earlier process's guests left. Where some of those live on, theirs must stay, and each
+   * address is looked after when it is given out.
+   */
+  async #forgetPool(someLive: boolean): Promise<void> {
+    if (someLive) return;
+    const { base, prefixLength } = this.#plan.hostInteraction;
+    await this.#host.flows.forget(base, (0xffffffff << (32 - prefixLength)) >>> 0);
+    this.#allUsed = false;
   }
 
   async #removeLeftovers(keep: ReadonlySet<number>): Promise<void> {
@@ -375,11 +389,13 @@ class Service implements NetworkService {
       peerMacLow: PEER_MAC_BASE + addresses.index,
       tapOwner: process.geteuid?.() ?? 0,
     };
+    const used = this.#allUsed || this.#used.has(addresses.index);
     await Promise.all([
       netSlotCreate(netnsPath, addresses.hostDevice, parameters, this.#namespaceRules(addresses)),
-      // The address may have been another sandbox's: its connections must mean nothing for this one.
-      this.#host.flows.forget(addresses.hostAddress),
+      // The address was another sandbox's: its connections must mean nothing for this one.
+      used ? this.#host.flows.forget(addresses.hostAddress) : undefined,
     ]);
+    this.#used.add(addresses.index);
     const state = this.#newState(addresses, netnsPath);
     undo.defer(() => this.#dropState(state));
     await this.#applyPolicy(state, DEFAULT_COMPILED);

@@ -8,6 +8,7 @@ import type { RouteLookup, SandboxRecord } from "../orchestrator/types.ts";
 import { type ExchangeReport, type Front, startFront } from "./index.ts";
 
 const RUNNING = "01936f8e-72f5-7000-8000-000000000001";
+const MASKED = "01936f8e-72f5-7000-8000-0000000000aa";
 const PAUSED = "01936f8e-72f5-7000-8000-000000000002";
 const SLEEPER = "01936f8e-72f5-7000-8000-000000000003";
 const PRIVATE = "01936f8e-72f5-7000-8000-000000000004";
@@ -46,7 +47,8 @@ const orchestrator = {
   },
   get(id: string): SandboxRecord {
     if (id === UNKNOWN) throw new AenvError({ code: "sandbox_not_found", status: 404, message: "no" });
-    return { id, autoResume: id === SLEEPER } as SandboxRecord;
+    const network = id === MASKED ? { maskRequestHost: "app.internal:$" + "{PORT}" } : undefined;
+    return { id, autoResume: id === SLEEPER, ...(network && { network }) } as SandboxRecord;
   },
 };
 
@@ -262,6 +264,13 @@ describe("data plane", () => {
   test("another application's x-api-key passes", async () => {
     await fetch(`${base}/x`, { headers: { ...route(RUNNING, service.port!), "x-api-key": "theirs" } });
     expect(seen.headers["x-api-key"]).toBe("theirs");
+  });
+
+  test("maskRequestHost is the Host the service sees, with the port where wanted; the client's is told besides", async () => {
+    const host = `${service.port}-${MASKED}.box.example`;
+    expect((await fetch(`${base}/x`, { headers: { host } })).status).toBe(200);
+    expect(seen.headers.host).toBe(`app.internal:${service.port}`);
+    expect(seen.headers["x-forwarded-host"]).toBe(host);
   });
 
   test("routing by host name", async () => {

@@ -1,6 +1,7 @@
 /**
  * Network slots, egress policies and the egress proxy, in a network namespace of the bench's own that plays
- * the host. `AENV_BENCH_SLOTS` is the number of slots of the crowded host (default 1,000).
+ * the host. `AENV_BENCH_SLOTS` is the number of slots of the crowded host (default 1,000), `AENV_BENCH_ONLY` one
+ * section: slots, throughput or crowd.
  */
 import { mkdtempSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
@@ -306,9 +307,11 @@ const servers = await startProgram(internet, "echo-server.ts", "tcp:7000", "tcp:
 const dns = await startProgram(internet, "dns-server.ts", DNS_SERVER, `good.example=${SERVER}`);
 try {
   console.log(`network: ${SLOTS} slots on the crowded host`);
-  await benchSlots();
-  await benchThroughput(internet);
-  await benchCrowd();
+  const only = process.env.AENV_BENCH_ONLY;
+  const wanted = (section: string) => only === undefined || only === section;
+  if (wanted("slots")) await benchSlots();
+  if (wanted("throughput")) await benchThroughput(internet);
+  if (wanted("crowd")) await benchCrowd();
 } finally {
   await servers[Symbol.asyncDispose]();
   await dns[Symbol.asyncDispose]();
