@@ -93,7 +93,7 @@ const sh = async (sandbox: Sandbox, script: string, user = "root"): Promise<stri
 const api = (method: string, path: string) =>
   fetch(`${server.url}${path}`, { method, headers: { "x-api-key": connection.apiKey } });
 
-test("a Dockerfile: several sources, directories, links, owners, ENV, USER and WORKDIR as with docker", async () => {
+test("fromDockerfile (FR-57): several sources, directories, links, owners, ENV, USER and WORKDIR as with docker", async () => {
   const dockerfile = `FROM ${registry.debian}
 ENV GREETING=hello EMPTY=
 ARG VERSION=1.2
@@ -136,7 +136,7 @@ RUN id -un > who && echo "$GREETING $VERSION" > said
   });
 }, 180_000);
 
-test("step cache: a changed step reuses those before it; a new mtime changes nothing; skipCache runs all", async () => {
+test("fromImage, copy, runCmd, skipCache (FR-66): the step cache: a changed step reuses those before it; a new mtime changes nothing; skipCache runs all", async () => {
   const make = (last: string, force = false) => {
     let template = Template({ fileContextPath: context }).fromImage(registry.debian);
     if (force) template = template.skipCache();
@@ -172,7 +172,7 @@ test("step cache: a changed step reuses those before it; a new mtime changes not
   expect(await contents("cached")).not.toBe(before.replace("one\none", "two\ntwo"));
 }, 240_000);
 
-test("start command and readiness: the process of the snapshot answers in every sandbox; fromTemplate goes on", async () => {
+test("setStartCmd, fromTemplate: start command and readiness: the process of the snapshot answers in every sandbox; fromTemplate goes on", async () => {
   const port = 8080;
   const template = Template()
     .fromImage(registry.debian)
@@ -202,7 +202,7 @@ test("start command and readiness: the process of the snapshot answers in every 
   });
 }, 180_000);
 
-test("waitForPort is for that port alone: a listener on 8080 is not one on 80", async () => {
+test("waitForPort (FR-59) is for that port alone: a listener on 8080 is not one on 80", async () => {
   // The image has no iproute2: the machine's own `ss` with its libraries, as a COPY of a directory.
   const ss = Bun.which("ss");
   if (ss === null) throw new Error("ss is not installed (iproute2)");
@@ -225,7 +225,7 @@ test("waitForPort is for that port alone: a listener on 8080 is not one on 80", 
   });
 }, 120_000);
 
-test("a start command that fails ends the build with its output", async () => {
+test("FR-60: a start command that fails ends the build with its output", async () => {
   const template = Template()
     .fromImage(registry.debian)
     .setUser("root")
@@ -233,7 +233,7 @@ test("a start command that fails ends the build with its output", async () => {
   await expect(build(template, "failing")).rejects.toThrow(/start command: exit status 1: going down/);
 }, 60_000);
 
-test("tags, exists, background build and its status", async () => {
+test("tags, exists, buildInBackground, getBuildStatus (FR-62): background build and its status", async () => {
   expect(await Template.exists("tagged", connection)).toBe(false);
   const template = Template().fromImage(registry.debian).setUser("root").runCmd("echo tagged > /tag");
   const info = await Template.buildInBackground(template, "tagged:v1", {
@@ -261,29 +261,37 @@ test("tags, exists, background build and its status", async () => {
   expect(await Template.exists("tagged:v1", connection)).toBe(true);
   expect(await Template.exists("tagged:stable", connection)).toBe(true);
   expect(await Template.exists("tagged:missing", connection)).toBe(false);
-  await inside("tagged:stable", async (sandbox) => expect(await sh(sandbox, "cat /tag")).toBe("tagged"));
+  await inside("tagged:stable", async (sandbox) => {
+    expect(await sh(sandbox, "cat /tag")).toBe("tagged");
+    // Deleted while it is in use: its users have what they need, also across a pause.
+    expect((await api("DELETE", `/templates/${info.templateId}`)).status).toBe(204);
+    expect(await Template.exists("tagged", connection)).toBe(false);
+    await sandbox.pause();
+    const again = await Sandbox.connect(sandbox.sandboxId, connection);
+    expect(await sh(again, "cat /tag; sha256sum /usr/bin/python3 | wc -c")).toBe("tagged\n83");
+  });
 }, 120_000);
 
 describe("bounds", () => {
-  test("steps that fail, by exit code and by a full disk, name themselves and give their last lines", async () => {
+  test("FR-59, FR-60: steps that fail, by exit code and by a full disk, name themselves and give their last lines", async () => {
     const template = Template()
       .fromImage(registry.debian)
       .setUser("root")
-      .runCmd("for i in $(seq 1 200); do echo line $i; done; echo broken >&2; exit 7");
+      .runCmd("seq -f 'line %g' 1 5000; echo broken >&2; exit 7");
     const info = await Template.buildInBackground(template, "fails", { ...connection, ...SMALL });
     const failed = await ended(info);
     expect(failed.reason).toMatchObject({ step: "2" });
     expect(failed.reason.message).toMatch(/exit status 7: broken/);
     expect(failed.reason.logEntries).toHaveLength(50);
     const lines = failed.reason.logEntries.map((entry) => entry.message);
-    expect(lines).toContain("line 200");
+    expect(lines).toContain("line 5000");
     expect(failed.reason.logEntries.find((entry) => entry.message === "broken")?.level).toBe("warn");
 
     const full = Template().fromImage(registry.debian).setUser("root").runCmd("fallocate -l 8G /big");
     await expect(build(full, "full")).rejects.toThrow(/No space left|fallocate/);
   }, 120_000);
 
-  test("a build that hangs is cancelled, and the template can be built again and deleted", async () => {
+  test("FR-60: a build that hangs is cancelled, and the template can be built again and deleted", async () => {
     const template = Template().fromImage(registry.debian).setUser("root").runCmd("echo began; sleep 3600");
     const info = await Template.buildInBackground(template, "hangs", { ...connection, ...SMALL });
     await logged(info, "began");
@@ -309,7 +317,7 @@ describe("bounds", () => {
     });
   }, 60_000);
 
-  test("a server killed in mid-build: the build has failed after the restart, with the log it had", async () => {
+  test("FR-60: a server killed in mid-build: the build has failed after the restart, with the log it had", async () => {
     const template = Template()
       .fromImage(registry.debian)
       .setUser("root")
