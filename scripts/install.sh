@@ -33,7 +33,7 @@ step() { printf '  %-12s %s\n' "$1" "$2"; }
 die() { printf 'Error: %s\n' "$1" >&2; [[ -z ${2:-} ]] || printf '  %s\n' "$2" >&2; exit 1; }
 usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2; }
 # A value of the environment file; nothing where the file or the key is not there.
-setting() { [[ ! -f $envfile ]] || sed -n "s/^$1=//p" "$envfile" | tail -n 1; }
+setting() { [[ ! -r $envfile ]] || sed -n "s/^$1=//p" "$envfile" | tail -n 1; }
 systemd() { [[ -d /run/systemd/system ]] && command -v systemctl >/dev/null; }
 
 home=${AENV_HOME_PATH:-$(setting AENV_HOME_PATH)}
