@@ -82,6 +82,7 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml }) => {
         AENV_DISK_EXPORT: "ublk",
         AENV_VIRTUALIZATION_MODE: "kvm",
         AENV_VMM: vmm,
+        AENV_KVM_PROBE_PATIENCE: "6",
         AENV_ENVD_INIT_TIMEOUT_SECS: "120",
       },
     });

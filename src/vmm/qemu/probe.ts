@@ -220,6 +220,12 @@ function parseVerdict(text: string, key: string): ModeVerdict | undefined {
   return { usable: record.usable, reason: record.reason };
 }
 
+/** How many times longer a probe may take: for hosts that are emulated themselves (`AENV_KVM_PROBE_PATIENCE`, 1 to 30). */
+function probePatience(): number {
+  const wanted = Number(process.env.AENV_KVM_PROBE_PATIENCE ?? 1);
+  return wanted >= 1 && wanted <= 30 ? wanted : 1;
+}
+
 /**
  * Whether KVM runs a stock guest kernel here. `/dev/kvm` alone says little: under some hypervisors it
  * exists and a guest never executes its first instruction, so a guest is started.
@@ -237,7 +243,8 @@ export async function probeKvm(options: ProbeOptions): Promise<ModeVerdict> {
     const known = parseVerdict(await readFile(cached, "utf8"), key);
     if (known !== undefined) return known;
   }
-  const verdict = await bootProbe(options, "kvm", { silenceMs: 4000, totalMs: 10_000 });
+  const patience = probePatience();
+  const verdict = await bootProbe(options, "kvm", { silenceMs: 4000 * patience, totalMs: 10_000 * patience });
   if (cached !== undefined && options.cacheDir !== undefined) {
     await mkdir(options.cacheDir, { recursive: true });
     const temporary = `${cached}.${process.pid}.tmp`;
