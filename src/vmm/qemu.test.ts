@@ -143,7 +143,8 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     const probe = await driver.probe();
     expect(probe).toMatchObject({ vmm: "qemu", version: version.text, mode: "tcg" });
     expect(probe.warnings.length).toBe(version.major < 10 ? 1 : 0);
-    expect(await driver.identity).toEqual({
+    // With the speed of the host's clock where it has a steady one.
+    expect(await driver.identity).toMatchObject({
       vmm: "qemu",
       vmmVersion: version.text,
       mode: "tcg",
