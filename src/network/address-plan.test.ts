@@ -80,6 +80,7 @@ test("the host's rules do not grow with the number of slots and touch only our d
     limits: GUEST_LIMITS,
   });
   expect(rules).toContain("192.168.0.0/16");
+  expect(rules).toContain(`ct count over ${GUEST_LIMITS.connections} }`);
   for (const line of rules
     .split("\n")
     .filter((text) => /drop$|masquerade$|goto guest_(out|in|to_host)$|goto divert_restricted$/.test(text))) {

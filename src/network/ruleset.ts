@@ -38,7 +38,7 @@ function replaceTable(name: string, body: string): string {
 
 /** What one guest may take of things that all guests of a host share. */
 export interface GuestLimits {
-  /** Tracked connections past the host at a time (what is not TCP counts until the kernel forgets it). */
+  /** Tracked connections past the host at a time (what is not TCP counts until the kernel forgets it). 0: no bound. */
   readonly connections: number;
   /** Packets to the node's name server, a second. */
   readonly namePacketsPerSecond: number;
@@ -105,6 +105,10 @@ function blockRules(kind: "allow" | "deny", verdict: string): string {
 export function hostRuleset(rules: HostRules): string {
   const { plan, alwaysDeniedCidrs, dnsServer, proxyPort, namePort, limits } = rules;
   const group = plan.deviceGroup;
+  const bound =
+    limits.connections === 0
+      ? ""
+      : `    ct state new add @connections { ip saddr ct count over ${limits.connections} } goto guest_refuse\n`;
   const pool = formatCidr(plan.hostInteraction);
   const egress = formatIpv4(plan.egressAddress);
   return replaceTable(
@@ -182,8 +186,7 @@ ${blockRules("deny", "goto guest_refuse")}  }
   }
   chain guest_judge {
     ip daddr @denied goto guest_refuse
-    ct state new add @connections { ip saddr ct count over ${limits.connections} } goto guest_refuse
-    ip saddr @allowing jump guest_allow
+${bound}    ip saddr @allowing jump guest_allow
     ip saddr @denying jump guest_deny
     ip saddr @open accept
     goto guest_refuse

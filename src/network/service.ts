@@ -32,7 +32,14 @@ import { WarmPool } from "./pool.ts";
 import { lockPool } from "./pool-lock.ts";
 import { readPolicyCounters } from "./report.ts";
 import { FlowTable, RuleWriter } from "./rule-writer.ts";
-import { changePolicy, deniedCidrs, GUEST_LIMITS, hostRuleset, namespaceRules } from "./ruleset.ts";
+import {
+  changePolicy,
+  deniedCidrs,
+  GUEST_LIMITS,
+  type GuestLimits,
+  hostRuleset,
+  namespaceRules,
+} from "./ruleset.ts";
 import type {
   KeptSlot,
   NetworkService,
@@ -230,24 +237,36 @@ class Service implements NetworkService {
   // ---- host ----------------------------------------------------------------------------------------
 
   async #installHostRules(egress: Egress): Promise<void> {
-    const rules = hostRuleset({
-      plan: this.#plan,
-      alwaysDeniedCidrs: this.#options.alwaysDeniedCidrs,
-      dnsServer: this.#dnsServer,
-      proxyPort: egress.proxyPort,
-      namePort: egress.namePort,
-      limits: { ...GUEST_LIMITS, ...this.#options.guestLimits },
-    });
-    try {
-      await runCommand(["nft", "-f", "-"], { stdin: rules });
-    } catch (cause) {
-      throw new AenvError({
-        code: "network_rules_refused",
-        message: "the host's firewall rules could not be installed",
-        remediation:
-          "the kernel needs nf_tables with nat, reject, ct, fib, limit, connlimit and masquerade (modules nft_*), and nft 1.0 or later",
-        cause,
+    const limits = { ...GUEST_LIMITS, ...this.#options.guestLimits };
+    const install = async (applied: GuestLimits) => {
+      const rules = hostRuleset({
+        plan: this.#plan,
+        alwaysDeniedCidrs: this.#options.alwaysDeniedCidrs,
+        dnsServer: this.#dnsServer,
+        proxyPort: egress.proxyPort,
+        namePort: egress.namePort,
+        limits: applied,
       });
+      await runCommand(["nft", "-f", "-"], { stdin: rules });
+    };
+    try {
+      await install(limits);
+    } catch (refused) {
+      try {
+        await install({ ...limits, connections: 0 });
+      } catch (cause) {
+        throw new AenvError({
+          code: "network_rules_refused",
+          message: "the host's firewall rules could not be installed",
+          remediation:
+            "the kernel needs nf_tables with nat, reject, ct, fib, limit and masquerade (modules nft_*), and nft 1.0 or later",
+          cause,
+        });
+      }
+      this.#log.warn(
+        { err: refused },
+        "guests' connections are not bounded: the kernel cannot count them (module nft_connlimit)",
+      );
     }
   }
 
