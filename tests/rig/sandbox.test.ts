@@ -41,6 +41,7 @@ async function busyboxLayout(directory: string): Promise<void> {
           ...directories.map((path) => ({ path: `${path}/`, type: "directory" as const })),
           { path: "bin/busybox", content: readFileSync(busybox), mode: 0o755 },
           ...APPLETS.map((name) => ({ path: `bin/${name}`, type: "symlink" as const, link: "busybox" })),
+          { path: "bin/bash", content: '#!/bin/sh\nexec /bin/sh "$@"\n', mode: 0o755 },
           { path: "etc/passwd", content: "root:x:0:0:root:/root:/bin/sh\n" },
           { path: "etc/group", content: "root:x:0:\n" },
         ],
