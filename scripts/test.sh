@@ -56,8 +56,8 @@ if ((${#rig[@]})); then
   # ublk and KVM, in a machine of its own (docs/rig.md).
   scripts/firecracker.sh || echo "the tests with Firecracker are left out"
   if scripts/rig.sh -p; then
-    runner=(scripts/rig.sh -t 420 -C tests --)
-    suite rig 480 --timeout 240000 "${rig[@]/#/./}"
+    runner=(scripts/rig.sh -t 560 -C tests --)
+    suite rig 620 --timeout 240000 "${rig[@]/#/./}"
     runner=()
   else
     echo "SKIPPED: tests/rig/*, the rig cannot be made here (see above)"; skipped=$((skipped + ${#rig[@]}))
