@@ -99,7 +99,7 @@ phase "the command line alone, as a plain user"
 in_fresh useradd --create-home plain
 show in_fresh runuser -u plain -- env HOME=/home/plain bash /mnt/in/install.sh cli --from /mnt/in/agentenv-next || die "install.sh cli failed"
 [[ $(in_fresh stat -c %U /home/plain/.local/bin/aenv) == plain ]] || die "not the user's"
-in_fresh userdel --remove plain
+in_fresh userdel --remove plain 2>/dev/null
 
 phase "first sandbox"
 url=$(nsenter -t "$(cat "$dir/pid")" -n scripts/registry.sh start "$registry")
