@@ -158,11 +158,18 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
     expect(await new Response(piped.stdout).text()).toBe("y\n141\n");
     expect(await new Response(piped.stderr).text()).toBe("");
 
-    const child = rig.spawn(["exec", id, "sh", "-c", "echo $$ > pid2; echo ready; exec sleep 60"]);
+    const child = rig.spawn([
+      "exec",
+      id,
+      "sh",
+      "-c",
+      "sleep 60 & echo $! > pid3; echo $$ > pid2; echo ready; wait",
+    ]);
     await child.stdout.getReader().read();
     child.kill("SIGINT");
     expect(await child.exited).toBe(130);
-    for (const name of ["pid1", "pid2"]) {
+    // What it had started is ended with it.
+    for (const name of ["pid1", "pid2", "pid3"]) {
       const pid = (await Bun.file(join(rig.dir, "home", name)).text()).trim();
       for (let i = 0; i < 50 && existsSync(`/proc/${pid}`); i++) await Bun.sleep(20);
       expect(existsSync(`/proc/${pid}`)).toBe(false);
