@@ -105,6 +105,7 @@ Relative paths start at the directory of the file. In paths \`$AENV_HOME\` stand
 | \`AENV_CONFIG_PATH\` | the configuration file |
 | \`AENV_API_KEY\` | the API key: 32 to 256 of \`A-Za-z0-9._~-\`. Else \`/run/secrets/api-key\`, else a file made under \`$AENV_HOME/secrets\` |
 | \`AENV_API_KEY_PREVIOUS\` | a second key that is accepted while clients change to the new one |
+| \`AENV_KVM_PROBE_PATIENCE\` | 1 to 30: how many times longer the probe of KVM may take, on hosts that are emulated themselves |
 | \`AENV_FORCE_SYSCTL_TUNING\` | \`1\`: \`agentenv setup --host\` sets the kernel's settings from inside a container, too |
 | \`AENV_LOG_FORMAT\`, \`AENV_LOG_LEVEL\`, \`RUST_LOG\` | how the server's log looks and what is in it: see [operations](operations.md#logs) |
 | \`DOCKER_CONFIG\`, \`HOME\` | where registry credentials are looked for |
