@@ -184,7 +184,7 @@ test("fio verifies raw, compressed and layered images", async () => {
   ];
   for (const [name, made] of cases) {
     const { devicePath = "" } = await made;
-    await run(fioArgs(devicePath, { size: "24M" }));
+    await run(fioArgs(devicePath, { size: "12M" }));
     await daemon.client.release(`fio-${name}`);
   }
 });
