@@ -347,6 +347,53 @@ test("ten rounds of pause and resume keep every file", async () => {
   expect((await sandbox.files.read("/root/log")).split("\n")).toHaveLength(11);
 }, 240_000);
 
+test("a database that is written all the time stays whole over pauses and in forks", async () => {
+  let source = await Sandbox.create(TEMPLATE, { ...connection, timeoutMs: 600_000 });
+  const writer = [
+    "import sqlite3, time",
+    "db = sqlite3.connect('/root/w.db')",
+    "db.execute('pragma journal_mode=wal')",
+    "db.execute('create table t(n, b)')",
+    "n = 0",
+    "while True:",
+    "    n += 1",
+    "    db.execute('insert into t values(?, randomblob(2000))', (n,))",
+    "    db.commit()",
+    "    time.sleep(0.005)",
+  ];
+  const check = [
+    "import sqlite3",
+    "db = sqlite3.connect('/root/w.db', timeout=30)",
+    "print(db.execute('pragma integrity_check').fetchone()[0])",
+    "print(*db.execute('select count(*) = max(n), count(*) from t').fetchone())",
+  ];
+  await source.files.write("/root/write.py", writer.join("\n"));
+  await source.files.write("/root/check.py", check.join("\n"));
+  await source.commands.run("python3 /root/write.py", { background: true, timeoutMs: 0 });
+  for (let i = 0; i < 100 && !(await source.files.exists("/root/w.db-wal")); i++) await Bun.sleep(50);
+  const whole = async (target: Sandbox): Promise<number> => {
+    const said = (await target.commands.run("python3 /root/check.py; dmesg | grep -ci 'ext4.*error'; true"))
+      .stdout;
+    const [verdict, rows, errors] = said.split("\n");
+    expect([verdict, rows?.split(" ")[0], errors]).toEqual(["ok", "1", "0"]);
+    return Number(rows?.split(" ")[1]);
+  };
+  for (let round = 0; round < 4; round++) {
+    await source.pause();
+    source = await Sandbox.connect(source.sandboxId, { ...connection, timeoutMs: 600_000 });
+  }
+  const rows = await whole(source);
+  const children = (await source.fork({ count: 2 })).map((fork) => {
+    if (!(fork instanceof Sandbox)) throw fork;
+    return fork;
+  });
+  for (const one of [...children, source]) {
+    const now = await whole(one);
+    expect(now).toBeGreaterThanOrEqual(rows);
+    await one.kill();
+  }
+}, 180_000);
+
 test("an orderly stop pauses what runs, and the next start has it", async () => {
   expect(await server.stop()).toBe(0);
   expect(await hostObjects(server)).toEqual([]);
