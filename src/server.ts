@@ -135,6 +135,16 @@ async function startNode(config: NodeConfig, log: Logger) {
       log.child({ room: "blockd" }),
     ),
   );
+  let serving = false;
+  stack.defer(async () => {
+    if (serving) return;
+    // A start that failed leaves no daemon behind; one with devices serves sandboxes of an earlier server.
+    try {
+      if ((await blockd.client.list()).length === 0) await blockd.client.shutdown();
+    } catch (error) {
+      log.debug({ err: error }, "the block daemon was not there to be ended");
+    }
+  });
   const network = stack.use(
     createNetworkService(
       {
@@ -349,6 +359,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     (error: unknown) => log.error({ err: error }, "no usable virtual machine monitor"),
   );
 
+  serving = true;
   const owned = stack.move();
   return {
     url: `http://${front.hostname}:${front.port}`,

@@ -174,9 +174,26 @@ describe("the host", () => {
     expect(stderr).toContain(server.environment.API_ADDR!);
     expect(stderr).toContain("in use");
     expect(stderr).toContain("API_ADDR");
-    expect((await hostObjects(other)).filter((line) => !line.includes("blockd"))).toEqual([]);
+    expect(await hostObjects(other)).toEqual([]);
     await other[Symbol.asyncDispose]();
     expect(await hostObjects(other).catch(() => [])).toEqual([]);
+  }, 60_000);
+
+  test("a start that fails late leaves no block daemon", async () => {
+    const other = await TestServer.create();
+    const pools = /host_interaction_cidr = .*\nveth_cidr = .*/.exec(
+      await Bun.file(join(server.home, "config.toml")).text(),
+    )![0];
+    const config = join(other.home, "config.toml");
+    await writeFile(
+      config,
+      (await Bun.file(config).text()).replace(/host_interaction_cidr = .*\nveth_cidr = .*/, pools),
+    );
+    const { exitCode, stderr } = await serve(other.environment);
+    expect(exitCode).toBe(1);
+    expect(stderr).toContain("is in use by another server");
+    expect((await hostObjects(other)).filter((line) => line.startsWith("process"))).toEqual([]);
+    await other[Symbol.asyncDispose]();
   }, 60_000);
 
   test("without root: what is missing and how to get it", async () => {

@@ -276,7 +276,13 @@ class Client implements BlockClient {
     const startedAt = performance.now();
     await connection.call<"shutdown">({ op: "shutdown" }, this.#timeoutMs);
     const leftMs = Math.max(1, this.#timeoutMs - (performance.now() - startedAt));
-    await Promise.race([connection.closed, Bun.sleep(leftMs)]);
+    const late = Promise.withResolvers<void>();
+    const timer = setTimeout(late.resolve, leftMs);
+    try {
+      await Promise.race([connection.closed, late.promise]);
+    } finally {
+      clearTimeout(timer);
+    }
   }
 
   async [Symbol.asyncDispose](): Promise<void> {
