@@ -8,7 +8,7 @@ export PATH="$PWD/.tools/bin:$PATH" CI=${CI:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 passed=0 failed=0 skipped=0 runner=()
-note() { printf '\n== %s\n' "$*"; }
+note() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
 note "lint"
 if scripts/lint.sh; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
@@ -64,5 +64,6 @@ if ((${#rig[@]})); then
   fi
 fi
 
+note "the end"
 printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
 ((failed == 0))

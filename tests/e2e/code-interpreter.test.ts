@@ -4,9 +4,9 @@ import { Sandbox } from "@e2b/code-interpreter";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
 import { TestServer } from "../support/server.ts";
 
-/* The recipe of templates/code-interpreter with the unmodified client: Python in a real VM. */
+/* The recipe of deploy/templates/code-interpreter with the unmodified client: Python in a real VM. */
 
-const RECIPE = resolve(import.meta.dir, "../../templates/code-interpreter");
+const RECIPE = resolve(import.meta.dir, "../../deploy/templates/code-interpreter");
 
 let server: TestServer;
 let registry: LocalRegistry;
