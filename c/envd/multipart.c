@@ -142,7 +142,8 @@ static int step(multipart *m, bool *more) {
     }
     size_t i = 0;
     while (i < n && (p[i] == ' ' || p[i] == '\t')) i++;
-    if (n - i < 2) return i > 256 ? -EINVAL : 0;
+    if (i > 256) return -EINVAL;
+    if (n - i < 2) return 0;
     if (p[i] != '\r' || p[i + 1] != '\n') return -EINVAL;
     buf_consume(&m->pending, i); // CRLF stays: a part without headers has it twice
     m->state = MP_HEADERS;
@@ -151,7 +152,7 @@ static int step(multipart *m, bool *more) {
   }
   case MP_HEADERS: {
     uint8_t *end = memmem(p, n, "\r\n\r\n", 4);
-    if (!end) return n > PART_HEAD_MAX ? -EINVAL : 0;
+    if (!end) return n > PART_HEAD_MAX + 3 ? -EINVAL : 0; // three bytes of its end may be there
     size_t len = (size_t)(end - p);
     if (len > PART_HEAD_MAX || memchr(p, 0, len)) return -EINVAL;
     char *head = malloc(len + 3);

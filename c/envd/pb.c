@@ -90,7 +90,7 @@ static bool decode_time(reader r, val *v) {
       return false;
     }
   }
-  return true;
+  return v->nsec >= 0 && v->nsec < 1000000000; // google/protobuf/timestamp.proto
 }
 
 static msg *decode(arena *a, const mdesc *d, reader r, const char **err, int depth) {

@@ -396,10 +396,17 @@ int rfc3339_parse(const char *s, size_t n, int64_t *sec, int32_t *nsec) {
   return 0;
 }
 
-void rfc3339_put(buf *out, int64_t sec, int32_t nsec) {
-  struct tm tm;
-  time_t t = (time_t)sec;
+// Some file systems keep times that have no date of four digits: the nearest one that has.
+static struct tm date_of(int64_t sec) {
+  static const int64_t first = -62135596800, last = 253402300799; // years 1 to 9999
+  time_t t = (time_t)(sec < first ? first : sec > last ? last : sec);
+  struct tm tm = {0};
   gmtime_r(&t, &tm);
+  return tm;
+}
+
+void rfc3339_put(buf *out, int64_t sec, int32_t nsec) {
+  struct tm tm = date_of(sec);
   buf_printf(out, "%04d-%02d-%02dT%02d:%02d:%02d", tm.tm_year + 1900, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour,
              tm.tm_min, tm.tm_sec);
   if (nsec) {
@@ -417,9 +424,7 @@ static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
 
 void http_date(char out[32], int64_t sec) {
   static const char wdays[] = "SunMonTueWedThuFriSat";
-  struct tm tm;
-  time_t t = (time_t)sec;
-  gmtime_r(&t, &tm);
+  struct tm tm = date_of(sec);
   snprintf(out, 32, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT", wdays + 3 * tm.tm_wday, tm.tm_mday,
            months + 3 * tm.tm_mon, (tm.tm_year + 1900) % 10000, tm.tm_hour, tm.tm_min, tm.tm_sec);
 }

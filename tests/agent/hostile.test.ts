@@ -384,6 +384,31 @@ describe("files that are no files", () => {
     expect((await sh(a, "echo on")).stdout).toBe("on\n");
   }, 30_000);
 
+  test("times beyond every calendar", async () => {
+    const path = `/dev/shm/times-${process.pid}`;
+    writeFileSync(path, "content");
+    try {
+      for (const [seconds, http, json] of [
+        [4e17, "Fri, 31 Dec 9999 23:59:59 GMT", "9999-12-31T23:59:59Z"],
+        [-4e17, "Mon, 01 Jan 0001 00:00:00 GMT", "0001-01-01T00:00:00Z"],
+      ] as const) {
+        await Bun.$`python3 -c ${"import os,sys; t = int(sys.argv[2]); os.utime(sys.argv[1], (t, t))"} ${path} ${seconds}`;
+        const file = await fetch(`${agent.url}/files?path=${path}`);
+        expect([file.status, await file.text(), file.headers.get("last-modified")]).toEqual([
+          200,
+          "content",
+          http,
+        ]);
+        const { entry } = (await call(agent, `${F}/Stat`, { path })).body as {
+          entry: { modifiedTime: string };
+        };
+        expect(entry.modifiedTime).toBe(json);
+      }
+    } finally {
+      rmSync(path);
+    }
+  });
+
   test.skipIf(process.getuid?.() !== 0)("a setting of the kernel can be written like a file", async () => {
     await using sleeper = Bun.spawn(["sleep", "600"], { stdio: ["ignore", "ignore", "ignore"] });
     const path = `/proc/${sleeper.pid}/oom_score_adj`;
