@@ -21,7 +21,7 @@ const PASSWD = [
   "# no account",
   "broken",
   "user:x:54321:54321:A User:HOME:/bin/bash",
-  "nogroup:x:65534:65534::/nonexistent:/usr/sbin/nologin",
+  "nogroup:x:65534:65534::/home/that-is-not-there:/usr/sbin/nologin",
   "",
 ].join("\n");
 const GROUP = ["root:x:0:", "user:x:54321:", "extra:x:54400:other,user", "more:x:54401:user", ""].join("\n");
