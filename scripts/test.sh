@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 . scripts/versions.sh
 export PATH="$PWD/.tools/bin:$PATH" CI=${CI:-}
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+fuzzing=
+trap '[[ -z $fuzzing ]] || kill "$fuzzing" 2> /dev/null; rm -rf "$work"' EXIT
 passed=0 failed=0 skipped=0 runner=()
 note() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
@@ -21,10 +22,13 @@ if dist/agentenv setup --home "$AENV_TEST_HOME"; then passed=$((passed + 1)); el
 suite() { # name, timeout seconds, bun test arguments; $runner: what they run under
   local name=$1 limit=$2; shift 2
   note "$name"
-  local log=$work/$name.log rc
+  local log=$work/$name.log
   timeout --kill-after=20 "$limit" "${runner[@]}" bun test "$@" 2>&1 | tee "$log"
-  rc=${PIPESTATUS[0]}
-  local p f s t
+  count "$name" "${PIPESTATUS[0]}"
+}
+count() { # name, status
+  local name=$1 rc=$2 p f s t
+  local log=$work/$name.log
   p=$(sed -nE 's/^ *([0-9]+) pass$/\1/p' "$log" | tail -1) f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
   s=$(sed -nE 's/^ *([0-9]+) skip$/\1/p' "$log" | tail -1) t=$(grep -cE '^Ran [0-9]+ tests? across' "$log")
   passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
@@ -44,12 +48,20 @@ if ((${#agent[@]})); then
   if make -s build/san/envd; then AENV_ENVD=build/san/envd suite "agent under sanitizers" 400 --timeout 60000 "${agent[@]/#/./}"
   else failed=$((failed + 1)); fi
 fi
+# Fuzzing takes what the microVM tests leave of the processors; its report follows theirs.
 mapfile -t fuzz < <(find tests/fuzz -name '*.test.ts' | grep -F -- "$filter" | sort)
 if ((${#fuzz[@]})); then
   scripts/bootstrap.sh useful # libFuzzer
-  suite fuzz 700 --timeout 30000 "${fuzz[@]/#/./}"
+  timeout --kill-after=20 900 nice -n 10 bun test --timeout 30000 "${fuzz[@]/#/./}" > "$work/fuzz.log" 2>&1 &
+  fuzzing=$!
 fi
-((${#e2e[@]} == 0)) || suite e2e 1200 --timeout 180000 "${e2e[@]/#/./}"
+((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timeout 180000 "${e2e[@]/#/./}"
+if [[ -n $fuzzing ]]; then
+  wait "$fuzzing"; rc=$? fuzzing=
+  note fuzz
+  cat "$work/fuzz.log"
+  count fuzz "$rc"
+fi
 
 mapfile -t rig < <(cd tests && find rig -name '*.test.ts' | grep -F -- "$filter" | sort)
 if ((${#rig[@]})); then

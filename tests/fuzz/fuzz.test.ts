@@ -71,7 +71,7 @@ beforeAll(async () => {
         await run(argv).then(outcomes.get(name)?.resolve, outcomes.get(name)?.reject);
       }
     })();
-}, 240_000);
+}, 900_000);
 
 afterAll(() => {
   console.log(`fuzzing: ${total} executions in all`);

@@ -19,6 +19,7 @@ export class TestServer implements AsyncDisposable {
   readonly home: string;
   readonly runtime: string;
   readonly url: string;
+  readonly #pool: Disposable;
   readonly #env: Record<string, string>;
   readonly #launch: TestServerOptions["launch"];
   #child: Bun.Subprocess<"ignore", "ignore", Bun.BunFile> | undefined;
@@ -29,7 +30,9 @@ export class TestServer implements AsyncDisposable {
     url: string,
     env: Record<string, string>,
     launch: TestServerOptions["launch"],
+    pool: Disposable,
   ) {
+    this.#pool = pool;
     this.home = home;
     this.runtime = runtime;
     this.url = url;
@@ -41,8 +44,7 @@ export class TestServer implements AsyncDisposable {
     const home = await mkdtemp(join(tmpdir(), "aenv-e2e-"));
     const runtime = await mkdtemp("/run/aenv-t-");
     const port = freePort();
-    // Pools apart from a server that may run on this machine, and from other tests.
-    const pool = 64 + Math.floor(Math.random() * 60) * 2;
+    const { pool, held } = holdPool();
     const config = join(home, "config.toml");
     await writeFile(
       config,
@@ -59,7 +61,7 @@ export class TestServer implements AsyncDisposable {
       XDG_CONFIG_HOME: join(home, "client"),
       ...options.env,
     };
-    return new TestServer(home, runtime, `http://127.0.0.1:${port}`, env, options.launch);
+    return new TestServer(home, runtime, `http://127.0.0.1:${port}`, env, options.launch, held);
   }
 
   get environment(): Readonly<Record<string, string>> {
@@ -152,7 +154,30 @@ export class TestServer implements AsyncDisposable {
     await this.stop();
     await rm(this.home, { recursive: true, force: true });
     await rm(this.runtime, { recursive: true, force: true });
+    this.#pool[Symbol.dispose]();
   }
+}
+
+/**
+ * Address pools (10.N and 10.N+1) apart from a server that may run on this machine, and from tests that run at
+ * the same time: held by an abstract socket, which ends with this process.
+ */
+function holdPool(): { readonly pool: number; readonly held: Disposable } {
+  const first = Math.floor(Math.random() * 60);
+  for (let tried = 0; tried < 60; tried++) {
+    const pool = 64 + ((first + tried) % 60) * 2;
+    try {
+      const listener = Bun.listen({
+        unix: `\0aenv-test-pool-${pool}`,
+        socket: { data: () => undefined },
+      });
+      listener.unref();
+      return { pool, held: { [Symbol.dispose]: () => listener.stop(true) } };
+    } catch (error) {
+      if ((error as { code?: string }).code !== "EADDRINUSE") throw error;
+    }
+  }
+  throw new Error("all address pools of the tests are in use");
 }
 
 /** Home whose `deps` hold the guest kernel and the VMM. */
