@@ -3,14 +3,13 @@ import { randomBytes } from "node:crypto";
 import { once } from "node:events";
 import { lstat, mkdtemp, readdir, rename, rm } from "node:fs/promises";
 import { basename, dirname, join, resolve } from "node:path";
-import type { Writable } from "node:stream";
 import { AgentError, type AgentTarget, exitStatus, processEvents, unary } from "./agent.ts";
 import { CliError } from "./command.ts";
-import { plainLines } from "./output.ts";
+import { plainLines, plainText, writeAll } from "./output.ts";
 import type { Transfer } from "./progress.ts";
 import { encodeSignal, encodeStart, type RemoteEntry } from "./protocol.ts";
 import { put, remove } from "./remote-files.ts";
-import { checkConflict, type DownloadPlan, type UploadPlan } from "./transfers.ts";
+import { badName, checkConflict, type DownloadPlan, type UploadPlan } from "./transfers.ts";
 
 /*
  * Transfers that keep modes, times and links: by the tar of either side. An archive is unpacked beside its
@@ -32,14 +31,50 @@ function createFlags(tar: string): string[] {
   return bsd ? ["--format", "gnutar", "--no-xattrs"] : ["--format=gnu"];
 }
 
-async function treeBytes(path: string): Promise<number> {
+const SLASH = Buffer.from("/");
+
+/** Joins as bytes: names need not be text. */
+const below = (path: string | Buffer, name: Buffer): Buffer =>
+  Buffer.concat([Buffer.from(path), SLASH, name]);
+
+/** Bytes of all files below. What cannot be looked at counts for nothing: tar is the one to tell. */
+export async function treeBytes(path: string | Buffer): Promise<number> {
   const stats = await lstat(path);
   if (!stats.isDirectory()) return stats.isFile() ? stats.size : 0;
   let sum = 0;
   for (const name of await readdir(path, { encoding: "buffer" })) {
-    sum += await treeBytes(join(path, Buffer.from(name).toString("latin1"))).catch(() => 0);
+    sum += await treeBytes(below(path, name)).catch((error: NodeJS.ErrnoException) => {
+      if (error.code === "ENOENT" || error.code === "EACCES") return 0;
+      throw error;
+    });
   }
   return sum;
+}
+
+/**
+ * Refuses to merge where a file would be written through a link that is there already, such as one of an earlier
+ * download: where it leads was the sandbox's choice.
+ */
+async function checkMerge(from: Buffer, to: Buffer): Promise<void> {
+  for (const name of await readdir(from, { encoding: "buffer" })) {
+    const source = await lstat(below(from, name));
+    if (source.isSymbolicLink()) continue; // Replaces a link itself.
+    const there = await lstat(below(to, name)).catch((error: NodeJS.ErrnoException) => {
+      if (error.code === "ENOENT") return undefined;
+      throw error;
+    });
+    if (there?.isSymbolicLink() === true) {
+      throw new CliError(
+        `${plainText(below(to, name).toString())} is a symbolic link, which is not replaced`,
+        {
+          hint: "nothing was merged; remove the link, or download to another place",
+        },
+      );
+    }
+    if (source.isDirectory() && there?.isDirectory() === true) {
+      await checkMerge(below(from, name), below(to, name));
+    }
+  }
 }
 
 /** The last of what a process says on its error output. */
@@ -170,17 +205,20 @@ export async function uploadArchive(plan: UploadPlan, transfer: Transfer): Promi
   }
 }
 
-/** Hands bytes on no faster than they are taken. */
-async function feed(stream: Writable, bytes: Uint8Array): Promise<void> {
-  if (!stream.write(bytes)) await Promise.race([once(stream, "drain"), once(stream, "close")]);
-}
-
-/** `aenv download --preserve`. */
+/**
+ * `aenv download --preserve`. Names and bytes are the sandbox's: tar, which keeps to its directory (no absolute
+ * names, no `..`, nothing through links), unpacks into a new one, and out of it comes what was asked for alone.
+ */
 export async function downloadArchive(
   plan: DownloadPlan,
   entry: RemoteEntry,
   transfer: Transfer,
 ): Promise<void> {
+  if (badName(entry.name)) {
+    throw new CliError(
+      `the sandbox names ${plainText(plan.remote)} "${plainText(entry.name)}", which is no file's name`,
+    );
+  }
   const tar = needTar();
   const there = await lstat(plan.local).catch((error: NodeJS.ErrnoException) => {
     if (error.code === "ENOENT") return undefined;
@@ -210,8 +248,8 @@ export async function downloadArchive(
         transfer.signal,
         async (bytes) => {
           transfer.moved(bytes.length);
-          if (child.exitCode !== null) await finished;
-          await feed(input, bytes);
+          if (child.exitCode !== null || child.signalCode !== null) await finished;
+          await writeAll(input, bytes);
         },
       );
       input.end();
@@ -221,7 +259,17 @@ export async function downloadArchive(
       throw error;
     }
     const unpacked = join(temporary, entry.name);
+    const got = await lstat(unpacked).catch((error: NodeJS.ErrnoException) => {
+      if (error.code === "ENOENT") return undefined;
+      throw error;
+    });
+    if (got === undefined) throw new CliError(`the sandbox sent no ${plainText(entry.name)}`);
+    const isLink = entry.symlinkTarget !== undefined;
+    if (got.isSymbolicLink() !== isLink || (!isLink && got.isDirectory() !== (entry.type === "directory"))) {
+      throw new CliError(`the sandbox sent something else than the ${entry.type} it told of`);
+    }
     if (merge) {
+      await checkMerge(Buffer.from(unpacked), Buffer.from(plan.local));
       const copy = spawn("cp", ["-a", `${unpacked}/.`, `${plan.local}/`], {
         stdio: ["ignore", "ignore", "pipe"],
       });

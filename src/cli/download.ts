@@ -9,7 +9,7 @@ import { plainText, print } from "./output.ts";
 import { inParallel, Transfer } from "./progress.ts";
 import { get, listDirectory, stat } from "./remote-files.ts";
 import { runningTarget } from "./target.ts";
-import { checkConflict, type DownloadPlan, kindOf, MAX_JOBS } from "./transfers.ts";
+import { badName, checkConflict, type DownloadPlan, kindOf, MAX_JOBS } from "./transfers.ts";
 
 interface RemoteFile {
   readonly remote: string;
@@ -54,10 +54,6 @@ export async function download({ args, flags, usageError }: Invocation): Promise
   }
   print(`Downloaded ${directory ? "directory " : ""}${id}:${plainText(remote)} to ${plainText(path)}`);
   return 0;
-}
-
-function badName(name: string): boolean {
-  return name === "" || name === "." || name === ".." || /[/\0\ufffd]/.test(name);
 }
 
 /** Where it goes. No part of the given path may be a link: what is written must not end up elsewhere. */

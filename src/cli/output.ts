@@ -1,3 +1,5 @@
+import type { Writable } from "node:stream";
+
 /** Table on a terminal, JSON for a program, unless the user says which. */
 export function wantsTable(output: string | undefined): boolean {
   return output === undefined ? process.stdout.isTTY === true : output === "table";
@@ -50,10 +52,10 @@ export function formatTime(iso: string | undefined): string | undefined {
 }
 
 /**
- * Hands bytes to a standard stream; resolves when it may take more, so a slow reader slows the sender. A
+ * Hands bytes to a stream; resolves when it may take more, so a slow reader slows the sender. A
  * stream that is broken takes nothing and holds nobody up: what that means is for its error's listeners.
  */
-export async function writeAll(stream: NodeJS.WriteStream, bytes: Uint8Array): Promise<void> {
+export async function writeAll(stream: Writable, bytes: Uint8Array): Promise<void> {
   if (stream.destroyed || stream.errored != null || stream.write(bytes)) return;
   const { promise, resolve } = Promise.withResolvers<void>();
   const events = ["drain", "error", "close"] as const;

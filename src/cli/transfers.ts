@@ -36,6 +36,11 @@ export async function kindOf(path: string): Promise<Kind> {
   }
 }
 
+/** Whether a name that came from a sandbox would be more or less than one entry of a local directory. */
+export function badName(name: string): boolean {
+  return name === "" || name === "." || name === ".." || /[/\0\ufffd]/.test(name);
+}
+
 /** What may not be written over: an existing file without `force`, anything that is no file with it. */
 export async function checkConflict(path: string, force: boolean): Promise<void> {
   const kind = await kindOf(path);
