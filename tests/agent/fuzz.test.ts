@@ -2,6 +2,9 @@ import { expect, test } from "bun:test";
 import { connect } from "node:net";
 import { type Agent, frame, startAgent } from "./harness.ts";
 
+const notRoot = process.getuid?.() !== 0;
+if (notRoot) console.warn("skipped, needs root: mutated requests to the agent");
+
 /** Deterministic: a failure names its seed. */
 function random(seed: number): (below: number) => number {
   let s = seed >>> 0 || 1;
@@ -58,7 +61,7 @@ const READ_ONLY = `mount --bind "$0" "$0"
   done </proc/self/mounts
   exec "$@"`;
 
-test.skipIf(process.getuid?.() !== 0)(
+test.skipIf(notRoot)(
   "mutated requests of every kind: the agent stays up and answers",
   async () => {
     await using agent = await startAgent([], (dir) => ["unshare", "-m", "sh", "-ec", READ_ONLY, dir]);

@@ -15,6 +15,9 @@ import {
   startAgent,
 } from "./harness.ts";
 
+const notRoot = process.getuid?.() !== 0;
+if (notRoot) console.warn("skipped, needs root: settings of the kernel, watches over mounts");
+
 /* Clients that are broken, slow, many, or mean harm: each gets an answer or is cut off, and nobody else notices. */
 
 const P = "process.Process";
@@ -409,7 +412,7 @@ describe("files that are no files", () => {
     }
   });
 
-  test.skipIf(process.getuid?.() !== 0)("a setting of the kernel can be written like a file", async () => {
+  test.skipIf(notRoot)("a setting of the kernel can be written like a file", async () => {
     await using sleeper = Bun.spawn(["sleep", "600"], { stdio: ["ignore", "ignore", "ignore"] });
     const path = `/proc/${sleeper.pid}/oom_score_adj`;
     const put = async (path: string, body: string) =>
@@ -447,7 +450,7 @@ describe("much in one request", () => {
     ]);
   }, 60_000);
 
-  test.skipIf(process.getuid?.() !== 0)(
+  test.skipIf(notRoot)(
     "a watch of everything stays out of the kernel's own directories",
     async () => {
       const mounted =
