@@ -3,7 +3,6 @@ import { mkdir } from "node:fs/promises";
 import { totalmem } from "node:os";
 import { basename, join } from "node:path";
 import { parseArgs } from "node:util";
-import { createControlApi } from "./api/index.ts";
 import {
   loadApiKey,
   loadPreviousApiKey,
@@ -312,6 +311,10 @@ async function startNode(config: NodeConfig, log: Logger) {
   observer.start(orchestrator);
   // Sandboxes outlive the server: what one before this left running is taken over, slot by slot.
   const networkStarted = network.start(await sandboxes.survivors());
+  // Told where it is awaited.
+  networkStarted.catch(() => undefined);
+  // Loaded here, while the daemon and the network start: making its schemas is a fifth of the start.
+  const { createControlApi } = await import("./api/index.ts");
   const api = createControlApi({
     orchestrator,
     templates,
