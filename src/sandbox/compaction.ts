@@ -66,7 +66,7 @@ export class Substitutes {
       const at = result.findIndex(({ file }) => file === files[0]);
       if (at >= 0 && files.every((file, i) => result[at + i]?.file === file)) {
         result.splice(at, files.length, layer);
-        swaps.push({ first: at, count: files.length, merged: layer });
+        swaps.push({ first: at, count: files.length, files, merged: layer });
       }
     }
     return { layers: result, swaps };

@@ -150,7 +150,7 @@ describe.each(["nbd", "ublk"] as const)("the same over %s:", (kind: ExportKind) 
     // The layers below are replaced by one, under the device that stays.
     const second = await daemon.client.restack(id, `${sealedPath}-2`, daemon.upper());
     const merged = mergeLayers([layer, second], `${sealedPath}-merged`, {});
-    await daemon.client.swapLowers(id, [{ first: 0, count: 2, merged }]);
+    await daemon.client.swapLowers(id, [{ first: 0, count: 2, files: [layer.file, second.file], merged }]);
     expect((await daemon.client.get(id))?.image.lowers).toHaveLength(1);
     await qemuIo(
       info,

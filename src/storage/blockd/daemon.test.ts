@@ -301,13 +301,31 @@ describe("one daemon", () => {
     const merge = (name: string, ...parts: LayerRef[]) => mergeLayers(parts, join(dir, name), {});
     const early = merge("swapped-m01", layers[0]!, layers[1]!);
     const swaps = [
-      { first: 0, count: 2, merged: early },
-      { first: 0, count: 2, merged: merge("swapped-m012", early, layers[2]!) },
+      { first: 0, count: 2, files: layers.slice(0, 2).map(({ file }) => file), merged: early },
+      {
+        first: 0,
+        count: 2,
+        files: [early.file, layers[2]!.file],
+        merged: merge("swapped-m012", early, layers[2]!),
+      },
     ];
-    await client.swapLowers("swapped", swaps);
     const files = async () => (await client.get("swapped"))?.image.lowers.map(({ file }) => basename(file));
+    const record = join(options.runtimeDir, "devices", `${fileStem("swapped")}.json`);
+    // The record cannot be written: not told as done, but what is under the device is known.
+    mkdirSync(`${record}.tmp`);
+    await expect(client.swapLowers("swapped", swaps)).rejects.toThrow("EISDIR");
     expect(await files()).toEqual(["swapped-m012", "swapped-3"]);
-    // The same again, as after an answer that got lost.
+    expect(readFileSync(record, "utf8")).not.toContain("swapped-m012");
+    rmSync(`${record}.tmp`, { recursive: true });
+    // A plan for what was there before, in layers that would fit by their number.
+    const stale = { first: 0, count: 2, files: layers.slice(0, 2).map(({ file }) => file) };
+    await expect(
+      client.swapLowers("swapped", [{ ...stale, merged: merge("swapped-stale", ...layers) }]),
+    ).rejects.toMatchObject({ code: "layers_differ", status: 409 });
+    expect(await files()).toEqual(["swapped-m012", "swapped-3"]);
+    // The same again, as after an answer that got lost: now it is on disk.
+    await client.swapLowers("swapped", swaps);
+    expect(readFileSync(record, "utf8")).toContain("swapped-m012");
     await client.swapLowers("swapped", swaps);
     for (const { file } of [...layers.slice(0, 3), early]) rmSync(file);
     const verify = async (reader: RawClient) => {
@@ -317,11 +335,11 @@ describe("one daemon", () => {
         );
     };
     await verify(raw);
-    const gone = { first: 0, count: 1, merged: { file: join(dir, "no-such-layer") } };
+    const present = swaps[1]!.merged.file;
+    const gone = { first: 0, count: 1, files: [present], merged: { file: join(dir, "no-such-layer") } };
     await expect(client.swapLowers("swapped", [gone])).rejects.toThrow("no-such-layer");
     await verify(raw);
     expect(await files()).toEqual(["swapped-m012", "swapped-3"]);
-    const record = join(options.runtimeDir, "devices", `${fileStem("swapped")}.json`);
     expect(readFileSync(record, "utf8")).toContain("swapped-m012");
     await client.release("swapped");
   });

@@ -271,10 +271,17 @@ export class Devices {
     return this.#inTurn(deviceId, async () => {
       const { entry, worker } = this.#usable(deviceId);
       const last = swaps.at(-1)?.merged.file;
-      // Nothing to do, or asked again because the answer got lost: a layer is made once, so it is there or not.
-      if (last === undefined || entry.record.image.lowers.some(({ file }) => file === last)) return;
+      if (last === undefined) return;
+      // Asked again because the answer got lost, or the record could not be written: a layer is made once, so it
+      // is there or not.
+      if (entry.record.image.lowers.some(({ file }) => file === last)) {
+        await this.#table.save(entry.record);
+        return;
+      }
       const { image, failure } = await worker.call<"swapLowers">({ op: "swapLowers", deviceId, swaps });
-      await this.#save(entry, { ...entry.record, image: { ...entry.record.image, lowers: image.lowers } });
+      // Whether or not it can be written: this is what the device has now, and what the next swap counts in.
+      entry.record = { ...entry.record, image: { ...entry.record.image, lowers: image.lowers } };
+      await this.#table.save(entry.record);
       if (failure !== undefined) throw fromBlockdError(failure);
     });
   }

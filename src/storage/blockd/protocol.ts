@@ -48,6 +48,8 @@ export interface DeviceInfo {
 export interface LowerSwap {
   readonly first: number;
   readonly count: number;
+  /** Their files, as the caller knows the device: where it has others there, nothing is replaced. */
+  readonly files: readonly string[];
   readonly merged: LayerRef;
 }
 

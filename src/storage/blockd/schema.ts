@@ -63,6 +63,7 @@ export const requestSchema: z.ZodType<BlockdRequestMessage> = z.discriminatedUni
         z.strictObject({
           first: z.number().int().nonnegative(),
           count: z.number().int().positive(),
+          files: z.array(absolutePath).max(1024),
           merged: layerSchema,
         }),
       )

@@ -1,7 +1,7 @@
 import { describe, expect, test } from "bun:test";
 import { existsSync, readdirSync, readFileSync, statSync, unlinkSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
-import { createLayerWriter, inspectLayer, openStack, planMerge, startMerge } from "./index.ts";
+import { createLayerWriter, inspectLayer, mergeLayers, openStack, planMerge, startMerge } from "./index.ts";
 import { BLOCK_BYTES, MAPPING_BYTES } from "./lsmt/format.ts";
 import { expectEqualBytes, fillPattern, scratchDirectory, testRandom } from "./test-support.ts";
 import type { LayerRef, LayerStack, UpperMode, UpperRef } from "./types.ts";
@@ -226,8 +226,15 @@ describe("a chain of snapshots", () => {
     const before = readAll(stack);
     expect(() => stack.swapLowers({ first: 0, count: 2, merged: layer("c", 3, 0) })).toThrow("differs");
     expect(() => stack.swapLowers({ first: 1, count: 2, merged: lowers[0]! })).toThrow(AenvError);
+    // A plan for other layers than those that are there, however well the new one would fit.
+    const fits = mergeLayers([lowers[0]!], `${scratch.path}/fits`, {});
+    for (const files of [[lowers[1]!.file], [], lowers.map(({ file }) => file)]) {
+      expect(() => stack.swapLowers({ first: 0, count: 1, files, merged: fits })).toThrow("not ");
+    }
     expect(stack.image.lowers).toEqual(lowers);
     expectEqualBytes(readAll(stack), before, "unchanged");
+    stack.swapLowers({ first: 0, count: 1, files: [lowers[0]!.file], merged: fits });
+    expect(stack.image.lowers).toEqual([fits, lowers[1]!]);
   });
 
   test("layers without a size of their own, and bigger than the one on top, merge whole", () => {

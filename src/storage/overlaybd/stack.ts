@@ -309,15 +309,25 @@ class Stack implements LayerStack {
   swapLowers(swap: {
     readonly first: number;
     readonly count: number;
+    readonly files?: readonly string[];
     readonly merged: LayerRef;
   }): LayerRef[] {
     this.#check(0, 0);
-    const { first, count, merged } = swap;
+    const { first, count, files, merged } = swap;
     if (!(first >= 0 && count >= 1 && first + count <= this.#lowers.length)) {
       throw badRequest(
         "invalid_range",
         `layers ${first}..${first + count - 1} of a stack of ${this.#lowers.length}`,
       );
+    }
+    const present = this.#lowers.slice(first, first + count).map(({ ref }) => ref.file);
+    if (files !== undefined && !Bun.deepEquals(files, present)) {
+      throw new AenvError({
+        code: "layers_differ",
+        status: 409,
+        message: `layers ${first}..${first + count - 1} of the stack are ${present.join(", ")}, not ${files.join(", ")}`,
+        remediation: "ask for the stack's present layers and plan the replacement anew",
+      });
     }
     const opened = openLayer(this.#disk, merged.file, first);
     try {

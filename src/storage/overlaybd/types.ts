@@ -120,9 +120,15 @@ export interface LayerStack extends Disposable {
    * Puts `merged`, made of the `count` lowers from `first` on (0 = bottom) by `mergeLayers` or a `MergeJob`, in
    * their place, between two requests. Returns the layers it stands for. Their files must stay until the
    * new `image` has been stored; until then the old one still opens. It must be stored before the next restack
-   * or seal.
+   * or seal. Callers that do not go by this stack's present `image` name the files that they mean: where others
+   * are (`layers_differ`, 409), nothing is changed.
    */
-  swapLowers(swap: { readonly first: number; readonly count: number; readonly merged: LayerRef }): LayerRef[];
+  swapLowers(swap: {
+    readonly first: number;
+    readonly count: number;
+    readonly files?: readonly string[];
+    readonly merged: LayerRef;
+  }): LayerRef[];
   stats(): StackStats;
 }
 
