@@ -1,6 +1,6 @@
 import { dlopen } from "bun:ffi";
 import { afterAll, expect, test } from "bun:test";
-import { closeSync, mkdtempSync, openSync, rmSync } from "node:fs";
+import { closeSync, lstatSync, mkdtempSync, openSync, readdirSync, readlinkSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import pino from "pino";
 import { AenvError } from "../../lib/errors.ts";
@@ -8,7 +8,7 @@ import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { BufferPool, NbdErrno } from "../export/nbd/index.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
 import { type IoEngine, openIoEngine } from "../io/index.ts";
-import { createLayerWriter, hostDisk, openStack } from "../overlaybd/index.ts";
+import { createLayerWriter, hostDisk, mergeLayers, openStack } from "../overlaybd/index.ts";
 import { LayerFileWriter } from "../overlaybd/layer-writer.ts";
 import type { LayerStack, UpperRef } from "../overlaybd/types.ts";
 import { alignedAccess } from "./aligned.ts";
@@ -348,6 +348,43 @@ test("with direct I/O lower layers are read around the page cache, and everythin
     await device.restack(name("sealed"), { data: name("data2"), index: name("index2") });
     for (let i = 0; i < 50; i++) await read((i * 104_729 * 512) % (size - 4096), 4096);
   }
+});
+
+test("with direct I/O layers that were replaced are let go of, reads under way included", async () => {
+  const lowers = [0, 1, 2].map((i) => {
+    using writer = new LayerFileWriter(hostDisk, join(dir, `replaced-${i}`), { virtualSizeBytes: SIZE });
+    writer.append(i * 65_536, new Uint8Array(65_536).fill(i + 1));
+    return writer.finish();
+  });
+  const { device, socketPath } = await open(openStack({ lowers }), "replaced", engine, true);
+  await using _ = device;
+  using client = await RawClient.open(socketPath, "replaced");
+  const opened = () =>
+    readdirSync("/proc/self/fd").flatMap((fd) => {
+      const path = `/proc/self/fd/${fd}`;
+      // The directory's own descriptor is gone by now.
+      return lstatSync(path, { throwIfNoEntry: false }) ? [readlinkSync(path)] : [];
+    });
+  const held = () => opened().filter((path) => path.startsWith(join(dir, "replaced-")));
+  let cookie = 0;
+  const readAll = async () => {
+    for (let i = 0; i < 3; i++)
+      expect(Buffer.from(await client.read(++cookie, i * 65_536, 4096))).toEqual(Buffer.alloc(4096, i + 1));
+  };
+  const asked = engine.stats().requests;
+  await readAll();
+  expect(engine.stats().requests - asked).toBe(3);
+  // One by the stack and one for O_DIRECT each.
+  expect(held().length).toBe(6);
+  const merged = mergeLayers(lowers.slice(0, 2), join(dir, "replaced-merged"), {});
+  const files = lowers.slice(0, 2).map(({ file }) => file);
+  const reads = readAll();
+  await device.swapLowers([{ first: 0, count: 2, files, merged }]);
+  await reads;
+  for (const file of files) rmSync(file);
+  await readAll();
+  expect(engine.stats().requests - asked).toBe(9);
+  expect(held().sort()).toEqual([merged.file, merged.file, lowers[2]!.file, lowers[2]!.file].sort());
 });
 
 test("closing waits for a flush under way", async () => {

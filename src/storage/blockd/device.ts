@@ -302,7 +302,11 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
     swapLowers: (swaps) =>
       flusher.exclusive(() => {
         usable();
-        for (const swap of swaps) stack.swapLowers(swap);
+        try {
+          for (const swap of swaps) stack.swapLowers(swap);
+        } finally {
+          direct?.dropFiles();
+        }
       }),
     stats() {
       const { upperDataBytes, upperLiveBytes, lowerCount } = stack.stats();

@@ -11,6 +11,15 @@ const UNIT_BYTES = 512;
 /** Not among the constants of node:fs. */
 const O_CLOEXEC = 0o2000000;
 
+/** A descriptor of our own, for O_DIRECT. */
+interface DirectFile {
+  readonly fd: number;
+  /** Under way. */
+  reads: number;
+  /** Closed with the last of them. */
+  dropped: boolean;
+}
+
 /**
  * Reads of uncompressed lower layers around the page cache: for devices whose image nobody else on the host uses, or
  * whose guest caches all it reads. A read that lies in one piece of one such layer goes to the disk as it is; every
@@ -19,9 +28,8 @@ const O_CLOEXEC = 0o2000000;
 export class DirectReader implements AsyncDisposable {
   readonly #stack: LayerStack;
   readonly #engine: IoEngine;
-  /** By layer: its descriptor for O_DIRECT; undefined where that is not to be had. */
-  readonly #files = new Map<object, number | undefined>();
-  readonly #opened: number[] = [];
+  /** By layer; undefined where O_DIRECT is not to be had. */
+  readonly #files = new Map<object, DirectFile | undefined>();
   #idle: (() => void) | undefined;
   /** Aligned memory in slots; made with the first read. */
   #memory: Uint8Array | undefined;
@@ -50,17 +58,32 @@ export class DirectReader implements AsyncDisposable {
     if (this.#freeSlots.length === 0 || this.#closed) return undefined;
     const range = this.#range(offsetBytes, into.length);
     if (range === undefined) return undefined;
-    const fd = this.#descriptor(range);
-    if (fd === undefined) return undefined;
-    return this.#fill(fd, range, into);
+    const file = this.#file(range);
+    if (file === undefined) return undefined;
+    return this.#fill(file, range, into);
   }
 
-  #descriptor({ layer, fd }: RawRange): number | undefined {
+  /**
+   * Layers have been taken out of the stack: lets go of every layer, which those that are still there are not the
+   * worse for. Reads under way end first.
+   */
+  dropFiles(): void {
+    const files = [...this.#files.values()];
+    this.#files.clear();
+    for (const file of files) if (file !== undefined) this.#drop(file);
+  }
+
+  #drop(file: DirectFile): void {
+    file.dropped = true;
+    if (file.reads === 0) closeSync(file.fd);
+  }
+
+  #file({ layer, fd }: RawRange): DirectFile | undefined {
     if (this.#files.has(layer)) return this.#files.get(layer);
-    let opened: number | undefined;
+    let opened: DirectFile | undefined;
     try {
-      opened = openSync(`/proc/self/fd/${fd}`, constants.O_RDONLY | constants.O_DIRECT | O_CLOEXEC);
-      this.#opened.push(opened);
+      const flags = constants.O_RDONLY | constants.O_DIRECT | O_CLOEXEC;
+      opened = { fd: openSync(`/proc/self/fd/${fd}`, flags), reads: 0, dropped: false };
     } catch (error) {
       // A file system without O_DIRECT. Anything else shows when the layer is read as ever.
       if (!(error instanceof Error)) throw error;
@@ -70,17 +93,20 @@ export class DirectReader implements AsyncDisposable {
   }
 
   /** The descriptor is our own, so the layer may be taken out of the stack meanwhile. */
-  #fill(fd: number, range: RawRange, into: Uint8Array): Promise<boolean> {
+  #fill(file: DirectFile, range: RawRange, into: Uint8Array): Promise<boolean> {
     this.#memory ??= new Uint8Array(allocateBig(SLOTS * SLOT_BYTES));
     const memory = this.#memory;
     const slot = this.#freeSlots.pop()!;
     const at = slot * SLOT_BYTES;
     const { length } = into;
+    file.reads++;
     const end = () => {
+      file.reads--;
+      if (file.dropped && file.reads === 0) closeSync(file.fd);
       this.#freeSlots.push(slot);
       if (this.#freeSlots.length === SLOTS) this.#idle?.();
     };
-    return this.#engine.read(fd, memory, at, length, range.offsetBytes, range.name).then(
+    return this.#engine.read(file.fd, memory, at, length, range.offsetBytes, range.name).then(
       (got) => {
         if (got === length) into.set(memory.subarray(at, at + length));
         end();
@@ -88,7 +114,10 @@ export class DirectReader implements AsyncDisposable {
       },
       () => {
         // Refused (alignment) or failed: reading as ever does better, or says what is wrong.
-        this.#files.set(range.layer, undefined);
+        if (this.#files.get(range.layer) === file) {
+          this.#files.set(range.layer, undefined);
+          file.dropped = true;
+        }
         end();
         return false;
       },
@@ -103,7 +132,6 @@ export class DirectReader implements AsyncDisposable {
         this.#idle = resolve;
       });
     }
-    this.#files.clear();
-    for (const fd of this.#opened.splice(0)) closeSync(fd);
+    this.dropFiles();
   }
 }
