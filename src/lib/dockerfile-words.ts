@@ -4,6 +4,8 @@
  * `$name`, `${name}` with `:-` `-` `:+` `+` `:?` `?` `#` `##` `%` `%%` `/` `//`.
  */
 
+import { Glob, Work, WorkError } from "./glob.ts";
+
 export type EscapeCharacter = "\\" | "`";
 
 /** Value of a variable; undefined when it is not set. */
@@ -47,11 +49,26 @@ export function literalWord(text: string): string {
   return text === "" ? "''" : `'${text.replaceAll("'", `'"'"'`)}'`;
 }
 
+/** Of one value: what Linux takes as one argument or variable of a program. */
+const MAX_VALUE_BYTES = 128 * 1024;
+/** Of a here-document. */
+const MAX_TEXT_BYTES = 16 * 1024 * 1024;
+/** Of the patterns of one word: some 20 ms. */
+const MAX_COMPARISONS = 1 << 22;
+
+function tooLong(maxBytes: number): WordError {
+  return new WordError(
+    `a value becomes longer than ${maxBytes} bytes with its variables replaced: keep texts of that size in a file`,
+  );
+}
+
 class Expander {
   readonly #text: string;
   readonly #lookup: Lookup;
   readonly #escape: EscapeCharacter;
   readonly #keepQuotes: boolean;
+  readonly #maxBytes: number;
+  readonly #work = new Work(MAX_COMPARISONS);
   #at = 0;
 
   constructor(text: string, lookup: Lookup, escapeCharacter: EscapeCharacter, keepQuotes: boolean) {
@@ -59,10 +76,20 @@ class Expander {
     this.#lookup = lookup;
     this.#escape = escapeCharacter;
     this.#keepQuotes = keepQuotes;
+    this.#maxBytes = keepQuotes ? MAX_TEXT_BYTES : MAX_VALUE_BYTES;
   }
 
   all(): string {
-    return this.#until("");
+    try {
+      const out = this.#until("");
+      if (Buffer.byteLength(out) > this.#maxBytes) throw tooLong(this.#maxBytes);
+      return out;
+    } catch (error) {
+      if (!(error instanceof WorkError)) throw error;
+      throw new WordError(
+        "the patterns of a word take too long to be found: use shorter ones, or a RUN step",
+      );
+    }
   }
 
   /** Up to the first unquoted character of `stops`, which is not taken. */
@@ -71,7 +98,7 @@ class Expander {
     while (this.#at < this.#text.length) {
       const char = this.#text[this.#at]!;
       if (stops.includes(char)) break;
-      if (char === "$") out += this.#dollar();
+      if (char === "$") out = this.#bounded(out + this.#dollar());
       else if (char === "'" && !this.#keepQuotes) out += this.#singleQuoted();
       else if (char === '"' && !this.#keepQuotes) out += this.#doubleQuoted();
       else {
@@ -103,7 +130,7 @@ class Expander {
         return out;
       }
       if (char === "$") {
-        out += this.#dollar();
+        out = this.#bounded(out + this.#dollar());
         continue;
       }
       this.#at += 1;
@@ -153,8 +180,9 @@ class Expander {
       if (this.#text[this.#at] !== "/") throw new WordError(`\${${name}/...} lacks its second slash`);
       this.#at += 1;
       const replacement = this.#until("}");
-      const found = new RegExp(patternSource(pattern, true), operator === "//" ? "gsu" : "su");
-      return pattern === "" ? (value ?? "") : (value ?? "").replace(found, () => replacement);
+      return pattern === ""
+        ? (value ?? "")
+        : this.#replaced(value ?? "", pattern, replacement, operator === "//");
     }
     const word = this.#until("}");
     const counts = operator.startsWith(":") ? value !== undefined && value !== "" : value !== undefined;
@@ -167,38 +195,53 @@ class Expander {
         if (!counts) throw new WordError(`${name}: ${word === "" ? "is not set" : word}`);
         return value!;
       case "#":
-        return (value ?? "").replace(new RegExp(`^(?:${patternSource(word, operator === "##")})`, "su"), "");
+        return this.#withoutPrefix(value ?? "", word, operator === "##");
       default:
-        return withoutSuffix(value ?? "", word, operator === "%%");
+        return this.#withoutSuffix(value ?? "", word, operator === "%%");
     }
   }
-}
 
-function withoutSuffix(value: string, pattern: string, longest: boolean): string {
-  const whole = new RegExp(`^(?:${patternSource(pattern, true)})$`, "su");
-  const starts = Array.from({ length: value.length + 1 }, (_, i) => i);
-  const start = (longest ? starts : starts.toReversed()).find((at) => whole.test(value.slice(at)));
-  return start === undefined ? value : value.slice(0, start);
-}
-
-/** A shell pattern (`*`, `?`, escapes) as the source of a regular expression. */
-function patternSource(pattern: string, greedy: boolean): string {
-  let source = "";
-  for (let i = 0; i < pattern.length; i++) {
-    let char = pattern[i]!;
-    if (char === "*") source += greedy ? ".*" : ".*?";
-    else if (char === "?") source += ".";
-    else {
-      if (char === "\\" && i + 1 < pattern.length) char = pattern[++i]!;
-      source += char.replace(/[\\^$.*+?()[\]{}|/]/u, "\\$&");
-    }
+  #characters(value: string): string[] {
+    this.#work.spend(value.length);
+    return Array.from(value);
   }
-  return source;
+
+  #replaced(value: string, pattern: string, replacement: string, all: boolean): string {
+    const glob = Glob.shell(pattern, this.#work);
+    const chars = this.#characters(value);
+    let out = "";
+    let at = 0;
+    do {
+      const found = glob.find(chars, at);
+      if (found === undefined) break;
+      out = this.#bounded(out + chars.slice(at, found.start).join("") + replacement);
+      at = found.end;
+    } while (all && at < chars.length);
+    return out + chars.slice(at).join("");
+  }
+
+  #withoutPrefix(value: string, pattern: string, longest: boolean): string {
+    const chars = this.#characters(value);
+    const length = Glob.shell(pattern, this.#work).prefix(chars, longest) ?? 0;
+    return chars.slice(length).join("");
+  }
+
+  #withoutSuffix(value: string, pattern: string, longest: boolean): string {
+    const chars = this.#characters(value);
+    const length = Glob.shell(pattern, this.#work).reversed().prefix(chars.toReversed(), longest) ?? 0;
+    return chars.slice(0, chars.length - length).join("");
+  }
+
+  #bounded(text: string): string {
+    if (text.length > this.#maxBytes) throw tooLong(this.#maxBytes);
+    return text;
+  }
 }
 
 /**
  * One word with its variables replaced and its quotes taken away. With `keepQuotes` (texts of here-documents)
- * quotes are ordinary characters and only `\$` is an escape. Errors: WordError.
+ * quotes are ordinary characters and only `\$` is an escape. Errors: WordError, also for a result of more than
+ * 128 KiB (16 MiB with `keepQuotes`) and for patterns that would take long to be found.
  */
 export function expandWord(
   word: string,

@@ -1,6 +1,7 @@
 import { closeSync, openSync, writeSync } from "node:fs";
 import { posix } from "node:path";
 import { AenvError } from "../lib/errors.ts";
+import { Glob } from "../lib/glob.ts";
 import type { AgentClient } from "../sandbox/types.ts";
 import type { ArchiveMember, CopySource } from "./archive.ts";
 
@@ -35,30 +36,14 @@ export function stageSource(source: string): StageSource {
   return special < 0 ? { path, name } : { path, name, pattern: parts.slice(special) };
 }
 
-/** A component of a pattern (`*`, `?`, `[a-z]`, `[^a]`, `\x`) as a regular expression; error 400 for a broken one. */
-function component(pattern: string): RegExp {
-  let source = "";
-  for (let i = 0; i < pattern.length; i++) {
-    const char = pattern[i]!;
-    if (char === "*") source += "[^/]*";
-    else if (char === "?") source += "[^/]";
-    else if (char === "[") {
-      const end = pattern.indexOf("]", i + 2);
-      if (end < 0) throw badPattern(pattern);
-      const inside = pattern.slice(i + 1, end).replace(/\\(.)|([[&~|])/g, "\\$1$2");
-      source += `[${inside}]`;
-      i = end;
-    } else {
-      const literal = char === "\\" ? pattern[++i] : char;
-      if (literal === undefined) throw badPattern(pattern);
-      source += literal.replace(/[\\^$.*+?()[\]{}|/]/, "\\$&");
-    }
-  }
-  try {
-    return new RegExp(`^${source}$`, "s");
-  } catch {
-    throw badPattern(pattern);
-  }
+/** No file system has longer ones. */
+const MAX_NAME_BYTES = 255;
+
+/** A component of a pattern (`*`, `?`, `[a-z]`, `[^a]`, `\x`); error 400 for a broken one. */
+function component(pattern: string): Glob {
+  const glob = Glob.go(Buffer.from(pattern, "utf8").toString("latin1"));
+  if (glob === undefined) throw badPattern(pattern);
+  return glob;
 }
 
 function badPattern(pattern: string): AenvError {
@@ -83,11 +68,14 @@ export function matchSources(
     if (top === undefined || top.type === "directory") return [{ kind: "directory", prefix: bytes }];
     return [{ kind: "file", path: bytes }];
   }
-  const parts = pattern.map((part) => component(Buffer.from(part, "utf8").toString("latin1")));
+  const parts = pattern.map(component);
   const found = members.filter((member) => {
     if (!member.path.startsWith(`${bytes}/`)) return false;
     const own = member.path.slice(bytes.length + 1).split("/");
-    return own.length === parts.length && parts.every((part, i) => part.test(own[i]!));
+    return (
+      own.length === parts.length &&
+      own.every((name, i) => name.length <= MAX_NAME_BYTES && parts[i]!.matches(name))
+    );
   });
   if (found.length === 0) {
     throw new AenvError({

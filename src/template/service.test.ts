@@ -24,7 +24,9 @@ import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
+import type { ArchiveMember } from "./archive.ts";
 import { createTemplateService } from "./index.ts";
+import { matchSources, stageSource } from "./pack.ts";
 import type { BuildStartRequest, TemplateService } from "./types.ts";
 
 const log = createLogger("test");
@@ -640,6 +642,7 @@ test("a Dockerfile's words: variables of ENV and ARG, the image's environment, q
       step("ARG", "V", "'1 2'"),
       step("ENV", "A", '"$FROM_IMAGE-$V"', "B", "${A:-unset} \\$V"),
       step("ENV", "C", "${A%-*}"),
+      step("ENV", "D", "<$constructor${__proto__:-none}${toString}>"),
       step("ARG", "C", "of ARG"),
       step("RUN", 'echo "<$V|$A|$B|$C>"'),
       { ...step("RUN", "/bin/sh", "-c", "echo exec $V"), exec: true },
@@ -665,13 +668,39 @@ test("a Dockerfile's words: variables of ENV and ARG, the image's environment, q
   ]);
   expect(agent.commands[0]).toMatchObject({ cwd: "/", envs: { V: "1 2", C: "yes" } });
   expect(state.record.committed!.context).toMatchObject({
-    envVars: { FROM_IMAGE: "yes", A: "yes-1 2", B: "unset $V", C: "yes" },
+    envVars: { FROM_IMAGE: "yes", A: "yes-1 2", B: "unset $V", C: "yes", D: "<none>" },
     labels: { "yes-1 2": "$A" },
     exposedPorts: ["80/tcp", "1", "2", "80"],
     workdir: "/w/yes",
     user: "app",
   });
   expect(state.record.committed!.context.envVars).not.toHaveProperty("V");
+});
+
+test("a Dockerfile's values and all of them together do not grow without end", async () => {
+  const doubled = Array.from({ length: 20 }, () => step("ENV", "A", "$A$A"));
+  const one = await build("one", { ...DOCKERFILE, startCmd: "", steps: [step("ENV", "A", "x"), ...doubled] });
+  expect(one.build.status).toBe("error");
+  expect(one.build.reason).toMatchObject({ step: "19", message: expect.stringContaining("131072 bytes") });
+  const many = Array.from({ length: 30 }, (_, i) => step("ENV", `A${i}`, "$A"));
+  const all = await build("all", {
+    ...DOCKERFILE,
+    startCmd: "",
+    steps: [step("ENV", "A", "x".repeat(1 << 17)), ...many],
+  });
+  expect(all.build.status).toBe("error");
+  expect(all.build.reason).toMatchObject({ step: "16", message: expect.stringContaining("together") });
+});
+
+test("a pattern of COPY --from with many stars takes no time", () => {
+  const members: ArchiveMember[] = ["d", `d/${"a".repeat(255)}`, `d/${"a".repeat(254)}b`].map((path, i) => ({
+    path,
+    type: i === 0 ? "directory" : "file",
+  }));
+  const source = stageSource(`/d/${"*a".repeat(100)}b`);
+  expect(matchSources(members, source)).toEqual([{ kind: "file", path: members[2]!.path }]);
+  for (const broken of ["/d/[a", "/d/[]", "/d/[b-]"])
+    expect(() => matchSources(members, stageSource(broken))).toThrow(/is not a pattern/);
 });
 
 test("a Dockerfile's commands: ENTRYPOINT with CMD starts, HEALTHCHECK is readiness, the request's win", async () => {

@@ -252,6 +252,21 @@ export function variables({ context, dockerfile }: StageState): Readonly<Record<
   return { ...dockerfile?.args, ...context.envVars };
 }
 
+/** What Linux gives a program at its start is not more. */
+const MAX_TOTAL_CHARACTERS = 2 * 1024 * 1024;
+
+function checkTotal(
+  before: Readonly<Record<string, string>>,
+  added: readonly (readonly [string, string])[],
+): void {
+  let total = 0;
+  for (const [key, value] of [...Object.entries(before), ...added]) total += key.length + value.length;
+  if (total > MAX_TOTAL_CHARACTERS)
+    throw bad(
+      `variables or labels become longer than ${MAX_TOTAL_CHARACTERS} characters together: keep texts of that size in files`,
+    );
+}
+
 /** The step with the variables in its words replaced, as far as Docker replaces them. */
 export function expandStep(step: Step, state: StageState): Step {
   const { dockerfile } = state;
@@ -259,7 +274,8 @@ export function expandStep(step: Step, state: StageState): Step {
   const known = variables(state);
   const expand = (word: string): string => {
     try {
-      return expandWord(word, (name) => known[name], { escape: dockerfile.escape });
+      const lookup = (name: string) => (Object.hasOwn(known, name) ? known[name] : undefined);
+      return expandWord(word, lookup, { escape: dockerfile.escape });
     } catch (error) {
       if (error instanceof WordError) throw bad(error.message);
       throw error;
@@ -269,11 +285,17 @@ export function expandStep(step: Step, state: StageState): Step {
     list.flatMap((word) => splitWords(expand(word), dockerfile.escape)).filter((word) => word !== "");
   switch (step.type) {
     case "ENV":
-    case "LABEL":
+    case "LABEL": {
       // All of one instruction see the values from before it.
-      return { ...step, pairs: step.pairs.map(([key, value]) => [expand(key), expand(value)]) };
-    case "ARG":
-      return { ...step, value: expand(step.value) };
+      const pairs = step.pairs.map(([key, value]) => [expand(key), expand(value)] as const);
+      checkTotal(step.type === "ENV" ? known : state.context.labels, pairs);
+      return { ...step, pairs };
+    }
+    case "ARG": {
+      const value = expand(step.value);
+      checkTotal(known, [[step.name, value]]);
+      return { ...step, value };
+    }
     case "WORKDIR":
       return { ...step, path: expand(step.path) };
     case "USER":
