@@ -2,7 +2,10 @@ import { afterAll, beforeAll, describe, expect, test } from "bun:test";
 import { chmodSync, mkdirSync, mkdtempSync, rmSync, symlinkSync, utimesSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { makeTar } from "../../tests/support/oci.ts";
 import { BuildContext, type ContextArchive, compressed } from "./build-context.ts";
+import { parseDockerfile } from "./dockerfile.ts";
+import { requestOf } from "./dockerfile-build.ts";
 
 let root: string;
 
@@ -127,6 +130,64 @@ describe("what a COPY takes", () => {
     expect((await listed(made)).at(-1)).toBe(`-rw-r--r-- 0/0 content/${long}/näme`);
     rmSync(join(root, "long"), { recursive: true });
   });
+});
+
+test("ADD: each file that may be an archive is a step of its own below the target, the others go together", async () => {
+  const made = join(root, "added");
+  mkdirSync(join(made, "d.tar"), { recursive: true });
+  const tar = makeTar([{ path: "x", content: "x" }]);
+  for (const [name, bytes] of Object.entries({
+    "a.tar": tar,
+    "b.tar": "no archive",
+    "c.tar": "neither",
+    "e[1].tar": Bun.gzipSync(new Uint8Array(tar)),
+    "f.tar": "at the end",
+    "g.tar": Bun.zstdCompressSync(tar),
+    "d.tar/in": tar,
+  }))
+    writeFileSync(join(made, name), bytes);
+  expect(await Bun.spawn(["mkfifo", join(made, "z.tar")]).exited).toBe(0);
+  writeFileSync(join(root, "add.dockerignore"), "added/z.tar\n");
+  try {
+    const steps = async (text: string) => {
+      const options = { file: "add", buildArgs: new Map<string, string>(), architecture: "amd64" };
+      const request = await requestOf(
+        parseDockerfile(`FROM x\n${text}\n`, options),
+        await open("add"),
+        "add",
+      );
+      return request.stages[0]!.steps.map(({ type, args, filesHash }) => [
+        `${type} ${args.join("|")}`,
+        paths(request.archives.get(filesHash!)!).join(" "),
+      ]);
+    };
+    const each = [
+      ["a.tar", "a.tar"],
+      [".", ". b.tar c.tar in"],
+      ["e[1].tar", "e[1].tar"],
+      ["f.tar", "f.tar"],
+      ["g.tar", "g.tar"],
+    ];
+    expect(await steps("ADD added/*.tar /dst/")).toEqual(
+      each.map(([from, all]) => [`ADD ${from}|/dst/||`, all!]),
+    );
+    expect(await steps('ADD added/[aeg]*.tar a.txt "$X"')).toEqual([
+      ['ADD a.tar|"$X"/||', "a.tar"],
+      ['ADD e[1].tar|"$X"/||', "e[1].tar"],
+      ['ADD g.tar|"$X"/||', "g.tar"],
+      ['ADD a.txt|"$X"/||', "a.txt"],
+    ]);
+    expect(await steps("ADD a.txt b.txt /dst/")).toEqual([["ADD .|/dst/||", ". a.txt b.txt"]]);
+    expect(await steps("ADD added/a*.tar /dst")).toEqual([["ADD a.tar|/dst||", "a.tar"]]);
+    expect(await steps("ADD added/a.tar <<EOF /dst/\ntext\nEOF")).toEqual([
+      ["ADD a.tar|/dst/||", "a.tar"],
+      ["ADD EOF|/dst/||", "EOF"],
+    ]);
+    expect(await steps("COPY added/[ag].tar /dst/")).toEqual([["COPY .|/dst/||", ". a.tar g.tar"]]);
+  } finally {
+    rmSync(made, { recursive: true });
+    rmSync(join(root, "add.dockerignore"));
+  }
 });
 
 test("what is not there, is left out or leads away is refused with the line", async () => {

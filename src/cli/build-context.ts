@@ -4,6 +4,7 @@ import { join, posix, relative, sep } from "node:path";
 import { createGzip } from "node:zlib";
 import ignoring, { type Ignore } from "@balena/dockerignore";
 import { Header, Pax } from "tar";
+import { Glob } from "../lib/glob.ts";
 import { CliError } from "./command.ts";
 import type { ContextFiles } from "./dockerfile.ts";
 
@@ -32,6 +33,13 @@ export interface ContextArchive {
   readonly bytes: number;
 }
 
+/** A source's path in the context, and where that leads. */
+interface Found {
+  readonly path: string;
+  readonly real: string;
+  readonly directory: boolean;
+}
+
 const BLOCK = 512;
 const TOP = "content";
 
@@ -42,29 +50,17 @@ function has(path: string): Promise<string | undefined> {
   });
 }
 
-/** Go's path pattern for one component. */
-function component(pattern: string): RegExp | undefined {
-  let source = "";
-  for (let i = 0; i < pattern.length; i++) {
-    const char = pattern[i]!;
-    if (char === "*") source += ".*";
-    else if (char === "?") source += ".";
-    else if (char === "[") {
-      const end = pattern.indexOf("]", i + 2);
-      if (end < 0) return undefined;
-      source += `[${pattern.slice(i + 1, end).replace(/\\(.)|([[&~|])/g, "\\$1$2")}]`;
-      i = end;
-    } else {
-      const literal = char === "\\" ? pattern[++i] : char;
-      if (literal === undefined) return undefined;
-      source += literal.replace(/[\\^$.*+?()[\]{}|/]/, "\\$&");
-    }
-  }
-  try {
-    return new RegExp(`^${source}$`, "su");
-  } catch {
-    return undefined;
-  }
+/** gzip, bzip2, xz, zstd; a skippable frame of zstd may be numbered. */
+const COMPRESSED = ["1f8b", "425a68", "fd377a585a", "28b52ffd"];
+const SKIPPABLE = /^5[0-9a-f]2a4d18/;
+
+/** Whether a file begins like a tar or something compressed; whether it is a tar the server finds out. */
+async function mayBeArchive(file: string): Promise<boolean> {
+  if (!(await stat(file)).isFile()) return false;
+  const head = Buffer.from(await Bun.file(file).slice(0, BLOCK).arrayBuffer());
+  const hex = head.toString("hex");
+  if (COMPRESSED.some((magic) => hex.startsWith(magic)) || SKIPPABLE.test(hex)) return true;
+  return head.length === BLOCK && new Header(head).cksumValid;
 }
 
 const SPECIAL = /[*?[\\]/;
@@ -125,11 +121,11 @@ export class BuildContext {
           next.push(path === "" ? part : `${path}/${part}`);
           continue;
         }
-        const shape = component(part);
+        const shape = Glob.go(part);
         if (shape === undefined) throw new CliError(`${where}: ${pattern} is not a pattern`);
         const directory = await stat(join(this.#root, path)).catch(() => undefined);
         if (directory?.isDirectory() !== true) continue;
-        next.push(...(await this.#names(path)).filter((name) => shape.test(posix.basename(name))));
+        next.push(...(await this.#names(path)).filter((name) => shape.matches(posix.basename(name))));
       }
       paths = next;
     }
@@ -185,9 +181,39 @@ export class BuildContext {
    * left out by .dockerignore, a link out of the context.
    */
   async archive(files: ContextFiles, where: string): Promise<ContextArchive> {
+    return this.#lay(await this.#find(files, where), files.inline, this.#skip(files), where);
+  }
+
+  /**
+   * The files of an ADD in their order: each one that may be an archive for itself, as the server unpacks only
+   * what is alone; those between together. Errors as of `archive`.
+   */
+  async addArchives(files: ContextFiles, where: string): Promise<ContextArchive[]> {
+    const skip = this.#skip(files);
+    const groups: Found[][] = [[]];
+    for (const found of await this.#find(files, where)) {
+      const alone = !found.directory && (await mayBeArchive(join(this.#root, found.real)));
+      if (!alone) groups.at(-1)!.push(found);
+      else groups.push([found], []);
+    }
+    const last = groups.at(-1);
+    const archives: ContextArchive[] = [];
+    for (const group of groups) {
+      const inline = group === last ? files.inline : [];
+      if (group.length + inline.length > 0) archives.push(await this.#lay(group, inline, skip, where));
+    }
+    return archives;
+  }
+
+  #skip(files: ContextFiles): (path: string) => boolean {
     const excludes = ignoring().add([...files.exclude]);
-    const skip = (path: string) => files.exclude.length > 0 && excludes.ignores(path);
-    const found: { readonly path: string; readonly real: string; readonly directory: boolean }[] = [];
+    return (path) => files.exclude.length > 0 && excludes.ignores(path);
+  }
+
+  /** What the sources of a step mean. */
+  async #find(files: ContextFiles, where: string): Promise<Found[]> {
+    const skip = this.#skip(files);
+    const found: Found[] = [];
     for (const source of files.sources) {
       let count = 0;
       for (const path of await this.#matches(source, where)) {
@@ -206,7 +232,16 @@ export class BuildContext {
         hint: "sources are relative to the context directory, and .dockerignore may leave them out",
       });
     }
-    const inline = files.inline.map(({ name, content }): Entry => {
+    return found;
+  }
+
+  async #lay(
+    found: readonly Found[],
+    documents: ContextFiles["inline"],
+    skip: (path: string) => boolean,
+    where: string,
+  ): Promise<ContextArchive> {
+    const inline = documents.map(({ name, content }): Entry => {
       const bytes = new TextEncoder().encode(content);
       return { path: name, type: "file", mode: 0o644, mtimeMs: 0, size: bytes.length, source: bytes };
     });

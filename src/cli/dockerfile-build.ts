@@ -46,7 +46,7 @@ async function readDockerfile(path: string): Promise<string> {
 }
 
 /** The plan's steps as the API takes them, and the archives they need. */
-async function requestOf(
+export async function requestOf(
   plan: BuildPlan,
   context: BuildContext,
   file: string,
@@ -58,19 +58,16 @@ async function requestOf(
   const copy = async (step: PlannedStep): Promise<RequestStep[]> => {
     const { files, type, args, line } = step;
     if (files === undefined) return [];
-    // Each archive that ADD unpacks is a step of its own.
-    const parts =
-      type === "ADD" && files.sources.length + files.inline.length > 1
-        ? [
-            ...files.sources.map((source) => ({ ...files, sources: [source], inline: [] })),
-            ...files.inline.map((inline) => ({ ...files, sources: [], inline: [inline] })),
-          ]
-        : [files];
+    const where = `${file}:${line}`;
+    const made =
+      type === "ADD" ? await context.addArchives(files, where) : [await context.archive(files, where)];
+    const [target = "", ...rest] = args;
+    // Several go into a directory, also where each is a step of its own.
+    const into = made.length > 1 && !target.endsWith("/") ? `${target}/` : target;
     const steps: RequestStep[] = [];
-    for (const part of parts) {
-      const archive = await context.archive(part, `${file}:${line}`);
+    for (const archive of made) {
       archives.set(archive.hash, archive);
-      steps.push({ type, args: [archive.source, ...args], filesHash: archive.hash });
+      steps.push({ type, args: [archive.source, into, ...rest], filesHash: archive.hash });
     }
     return steps;
   };
