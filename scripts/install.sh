@@ -58,15 +58,17 @@ check_arguments() {
 # Puts the wanted executable at $work/agentenv.
 fetch() {
   local from=$1 want=$2 got found file=$work/download
+  # Up to the first slash it must be this machine and nothing else: no longer name, no user before an @.
+  local here='^http://(127\.0\.0\.1|localhost)(:[0-9]+)?/'
+  [[ $from != http://* || $from =~ $here ]] || die "$from is not https" "what is installed as a privileged service must not be changeable on its way"
   case $from in
-    https://*|http://127.0.0.1*|http://localhost*)
+    https://*|http://*)
       command -v curl >/dev/null || die "curl is not installed" "install it, or download the file yourself and give its path"
       step download "$from"
-      curl -fsSL --retry 3 -o "$file" "$from" || die "cannot download $from"
+      curl -fsSL --proto-redir =https --retry 3 -o "$file" "$from" || die "cannot download $from"
       if [[ -z $want ]]; then
-        want=$(curl -fsSL --retry 3 "$from.sha256" | cut -d' ' -f1) || die "there is no checksum at $from.sha256" "give the one you trust with --sha256"
+        want=$(curl -fsSL --proto-redir =https --retry 3 "$from.sha256" | cut -d' ' -f1) || die "there is no checksum at $from.sha256" "give the one you trust with --sha256"
       fi;;
-    http://*) die "$from is not https" "what is installed as a privileged service must not be changeable on its way";;
     *)
       [[ -f $from ]] || die "there is no file $from"
       cp "$from" "$file"
@@ -271,8 +273,9 @@ uninstall_server() {
   ! systemd || systemctl daemon-reload
   local runtime
   runtime=$(setting AENV_RUNTIME_PATH); runtime=${runtime:-/run/aenv}
-  awk -v dir="$runtime/" 'index($2, dir) == 1 { print $2 }' /proc/self/mounts | while read -r mount; do umount "$mount"; done
-  rm -rf "${runtime:?}"
+  awk -v dir="$runtime/" 'index($2, dir) == 1 { print $2 }' /proc/self/mounts | sort -r |
+    while read -r mount; do umount "$mount" 2>/dev/null || umount -l "$mount"; done
+  rm -rf --one-file-system "${runtime:?}"
   if [[ -n $purge ]]; then
     rm -rf "${home:?}" "$confdir" "$envfile"
     userdel "$user" 2>/dev/null || true
@@ -281,13 +284,17 @@ uninstall_server() {
   else say "Removed. Data and configuration stay: $home $confdir $envfile and the user $user (--purge removes them)."; fi
 }
 
-# Processes of the service's account that run this executable or its VMs.
+# Processes of the service's account that are this executable or its VMs: those work below the home.
 leftovers() {
-  local dir uid
+  local dir uid real
   uid=$(id -u "$user")
+  real=$(realpath -m "$home")
   for dir in /proc/[0-9]*; do
     [[ $(stat -c %u "$dir" 2>/dev/null) == "$uid" ]] || continue
-    case $(readlink "$dir/exe" 2>/dev/null) in "$bin"*|"$home"/*|*/qemu-system-*) printf '%s\n' "${dir#/proc/}";; esac
+    case $(readlink "$dir/exe" 2>/dev/null) in
+      "$bin"*|"$real"/*|*/qemu-system-*|*/firecracker|*/firecracker\ *) printf '%s\n' "${dir#/proc/}"; continue;;
+    esac
+    case $(readlink "$dir/cwd" 2>/dev/null) in "$real"|"$real"/*) printf '%s\n' "${dir#/proc/}";; esac
   done
 }
 
