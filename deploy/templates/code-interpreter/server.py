@@ -385,6 +385,10 @@ class Refused(Exception):
         self.status = status
 
 
+def died(text):
+    return {"type": "error", "name": "KernelDied", "value": text, "traceback": text}
+
+
 class Context:
     """One kernel and the order in which it is given code."""
 
@@ -393,6 +397,8 @@ class Context:
             raise Refused(400, f"the directory {cwd} does not exist")
         self.id, self.cwd = context_id, cwd
         self.turn = threading.Lock()
+        self._guard = threading.Lock()  # of the two below: no kernel is started once it is closed
+        self._closed, self._child = False, None
         self._start()
 
     def describe(self):
@@ -401,19 +407,26 @@ class Context:
     def _start(self):
         self._events = queue.Queue()
         mark = b"\0" + os.urandom(16) + b"\0"
-        events_in, events_out = os.pipe()
-        self._child = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), "--kernel", str(events_out)],
-            cwd=self.cwd,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[events_out],
-            start_new_session=True,
-        )
-        os.close(events_out)
-        self._child.stdin.write(mark.hex().encode() + b"\n")
-        self._child.stdin.flush()
+        with self._guard:
+            if self._closed:
+                raise self._removed()
+            events_in, events_out = os.pipe()
+            try:
+                self._child = subprocess.Popen(
+                    [sys.executable, os.path.abspath(__file__), "--kernel", str(events_out)],
+                    cwd=self.cwd,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[events_out],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                os.close(events_in)
+                raise Refused(500, f"the kernel cannot be started: {error}") from None
+            finally:
+                os.close(events_out)
+        self._send(mark.hex())
         out = self._events
         threading.Thread(target=self._read_events, args=(events_in, out, self._child), daemon=True).start()
         for kind in ("stdout", "stderr"):
@@ -428,7 +441,18 @@ class Context:
             if event["type"] == "ready":
                 return
             if event["type"] == "exited":
+                if self._closed:
+                    raise self._removed()
                 raise Refused(500, f"the kernel did not start: exit status {event['status']}")
+
+    def _removed(self):
+        return Refused(404, f"context {self.id} was removed")
+
+    def _send(self, line):
+        # A kernel that has ended meanwhile tells so with its last event.
+        with contextlib.suppress(OSError):
+            self._child.stdin.write(line.encode() + b"\n")
+            self._child.stdin.flush()
 
     @staticmethod
     def _read_events(fd, out, child):
@@ -463,12 +487,14 @@ class Context:
     def execute(self, code, env, emit, gone):
         """Emits the events of one cell. When nobody listens any more the code is interrupted."""
         with self.turn:
-            if self._child.poll() is not None:
-                self._start()
             while not self._events.empty():
                 self._events.get_nowait()  # late output of what ran before
-            self._child.stdin.write((json.dumps({"code": code, "env": env}) + "\n").encode())
-            self._child.stdin.flush()
+            # After that: whether it ends later is among the events to come.
+            if self._child.poll() is not None:
+                self._start()
+            if self._closed:
+                raise self._removed()
+            self._send(json.dumps({"code": code, "env": env}))
             left, marks = None, 0
             while True:
                 try:
@@ -476,7 +502,8 @@ class Context:
                 except queue.Empty:
                     event = None
                 if left is None and gone():
-                    os.kill(self._child.pid, signal.SIGINT)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self._child.pid, signal.SIGINT)
                     left = INTERRUPT_SECONDS * 2
                 elif left is not None and event is None:
                     left -= 1
@@ -486,10 +513,13 @@ class Context:
                 if event is None:
                     continue
                 if event["type"] == "exited":
+                    if self._closed:
+                        raise self._removed()
                     text = f"the kernel ended with status {event['status']}; it is started again without its state"
-                    emit({"type": "error", "name": "KernelDied", "value": text, "traceback": text})
+                    emit(died(text))
                     emit({"type": "end_of_execution"})
-                    self._start()
+                    with contextlib.suppress(Refused):  # then the next execution tries, and tells
+                        self._start()
                     return
                 if event["type"] == "mark":
                     marks += 1
@@ -505,6 +535,12 @@ class Context:
     def restart_now(self):
         self.stop()
         self._start()
+
+    def close(self):
+        """Its kernel ends and none follows, whatever runs."""
+        with self._guard:
+            self._closed = True
+        self.stop()
 
     def restart(self):
         with contextlib.suppress(ProcessLookupError):
@@ -552,7 +588,7 @@ class Contexts:
             raise Refused(400, "the default context cannot be removed")
         with self._lock:
             self._all.pop(context.id, None)
-        context.stop()
+        context.close()
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------
@@ -664,7 +700,11 @@ class Handler(BaseHTTPRequestHandler):
             except OSError:
                 broken.append(True)
 
-        context.execute(code, env, emit, lambda: bool(broken) or self._client_is_gone())
+        try:
+            context.execute(code, env, emit, lambda: bool(broken) or self._client_is_gone())
+        except Refused as error:  # the answer has begun
+            emit(died(str(error)))
+            emit({"type": "end_of_execution"})
         if broken:
             self.close_connection = True
         else:
