@@ -11,6 +11,8 @@ trap '[[ -z $fuzzing ]] || kill "$fuzzing" 2> /dev/null; rm -rf "$work"' EXIT
 passed=0 failed=0 skipped=0 runner=()
 note() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
+scripts/bootstrap.sh useful
+
 note "lint"
 if scripts/lint.sh; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 
@@ -51,7 +53,6 @@ fi
 # Fuzzing takes what the microVM tests leave of the processors; its report follows theirs.
 mapfile -t fuzz < <(find tests/fuzz -name '*.test.ts' | grep -F -- "$filter" | sort)
 if ((${#fuzz[@]})); then
-  scripts/bootstrap.sh useful # libFuzzer
   timeout --kill-after=20 900 nice -n 10 bun test --timeout 30000 "${fuzz[@]/#/./}" > "$work/fuzz.log" 2>&1 &
   fuzzing=$!
 fi
