@@ -13,13 +13,12 @@ interface Section {
   readonly keys: { readonly name: string; readonly about: string }[];
 }
 
-/** Tables and keys of the packaged file in its order, each with the comment above it. */
+/** Tables and keys of the packaged file in its order, each with the comment above it. Error: a key without one. */
 export function sections(text: string): Section[] {
   const found: Section[] = [];
   let group: string | undefined;
   let comment: string[] = [];
   let section: Section = { table: "", about: "", group: undefined, keys: [] };
-  let last = "";
   let started = false;
   const flush = () => {
     if (section.keys.length > 0) found.push(section);
@@ -39,24 +38,22 @@ export function sections(text: string): Section[] {
       section = { table: table[1]!, about: comment.join(" "), group, keys: [] };
       group = undefined;
       comment = [];
-      last = "";
       continue;
     }
     const key = /^(?:# )?([a-z_0-9]+) = /.exec(line);
     if (key !== null) {
-      const about = comment.join(" ") || last;
+      const about = comment.join(" ");
+      const name = section.table === "" ? key[1]! : `${section.table}.${key[1]!}`;
+      if (about === "")
+        throw new Error(`config/default.toml says nothing about ${name}: put a comment above it`);
       if (section.table === "" && section.keys.length === 0) {
         section = { ...section, group };
         group = undefined;
       }
-      section.keys.push({ name: section.table === "" ? key[1]! : `${section.table}.${key[1]!}`, about });
-      last = about;
+      section.keys.push({ name, about });
       comment = [];
     } else if (line.startsWith("# ")) comment.push(line.slice(2));
-    else if (line === "") {
-      comment = [];
-      last = "";
-    }
+    else if (line === "") comment = [];
   }
   flush();
   return found;
