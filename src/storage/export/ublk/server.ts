@@ -83,8 +83,13 @@ export interface UblkExport {
   readonly devicePath: string;
   /** Whether an earlier server's device was taken over, with the I/O that waited in it. */
   readonly recovered: boolean;
-  /** Stops the device and removes it. Requests under way are answered first. Idempotent. */
+  /**
+   * Stops the device and removes it. Requests under way are answered first. Idempotent; one that failed may be
+   * called again and goes on where it failed.
+   */
   remove(): Promise<void>;
+  /** Requests are answered: until it is detached, or stopped by `remove`. */
+  readonly serving: boolean;
   /** Serves no further request and leaves the device to the next server: I/O waits for it. */
   detach(): void;
   /** Grows (or shrinks) a live device where the kernel can (6.16 and later). */
@@ -114,6 +119,23 @@ function addFailure(result: number): AenvError {
   });
 }
 
+/** Where the kernel's ublk is met. */
+export interface UblkHost {
+  readonly controlDevice: string;
+  /** A ring, or the name of the error that says why this host gives none. */
+  openRing(): UblkCommands | string;
+  /** A device's character device. */
+  nodePath(id: number): string;
+}
+
+export type UblkCommands = Pick<UblkRing, "eventFd" | "control" | "io" | "submit" | "arm"> & Disposable;
+
+const thisHost: UblkHost = {
+  controlDevice: CONTROL_DEVICE,
+  openRing: () => UblkRing.open(RING_ENTRIES, RING_RESULTS),
+  nodePath: (id) => `/dev/ublkc${id}`,
+};
+
 interface Slot {
   deliver(ioTag: number, result: number): void;
 }
@@ -123,9 +145,10 @@ interface Slot {
  * that wait for a device's own I/O (start, stop, delete) therefore never hold the thread that answers it.
  */
 export class UblkServer implements AsyncDisposable {
-  readonly ring: UblkRing;
+  readonly ring: UblkCommands;
   readonly controlFd: number;
   readonly pool: BufferPool;
+  readonly host: UblkHost;
   /** For requests that are answered at once, one at a time. */
   readonly staging = new Uint8Array(new ArrayBuffer(MAX_IO_BYTES));
   readonly #events: { read(): Promise<{ readonly done: boolean }>; cancel(): Promise<void> };
@@ -138,8 +161,9 @@ export class UblkServer implements AsyncDisposable {
   #pumping = false;
   #closed = false;
 
-  private constructor(ring: UblkRing, controlFd: number, pool: BufferPool) {
+  private constructor(ring: UblkCommands, controlFd: number, pool: BufferPool, host: UblkHost) {
     this.ring = ring;
+    this.host = host;
     this.controlFd = controlFd;
     this.pool = pool;
     this.#events = Bun.file(ring.eventFd).stream().getReader();
@@ -147,20 +171,21 @@ export class UblkServer implements AsyncDisposable {
   }
 
   /** Throws `ublk_unusable` with the reason and the cure where this host has no ublk. */
-  static open(pool: BufferPool): UblkServer {
-    if (!existsSync(CONTROL_DEVICE)) {
-      throw unsupported(`there is no ${CONTROL_DEVICE}`, "modprobe ublk_drv (Linux 6.1 or later), as root");
+  static open(pool: BufferPool, host: UblkHost = thisHost): UblkServer {
+    const { controlDevice } = host;
+    if (!existsSync(controlDevice)) {
+      throw unsupported(`there is no ${controlDevice}`, "modprobe ublk_drv (Linux 6.1 or later), as root");
     }
     let controlFd: number;
     try {
-      controlFd = openSync(CONTROL_DEVICE, "r+");
+      controlFd = openSync(controlDevice, "r+");
     } catch (cause) {
       throw unsupported(
-        `${CONTROL_DEVICE} cannot be opened (${cause instanceof Error ? cause.message : String(cause)})`,
+        `${controlDevice} cannot be opened (${cause instanceof Error ? cause.message : String(cause)})`,
         "run as root, or give the user access by a udev rule",
       );
     }
-    const ring = UblkRing.open(RING_ENTRIES, RING_RESULTS);
+    const ring = host.openRing();
     if (typeof ring === "string") {
       closeSync(controlFd);
       throw unsupported(
@@ -168,7 +193,7 @@ export class UblkServer implements AsyncDisposable {
         "sysctl -w kernel.io_uring_disabled=0; ublk needs Linux 6.1 or later",
       );
     }
-    return new UblkServer(ring, controlFd, pool);
+    return new UblkServer(ring, controlFd, pool, host);
   }
 
   async #watch(): Promise<void> {
@@ -187,6 +212,11 @@ export class UblkServer implements AsyncDisposable {
       this.#scheduled = false;
       this.#pump();
     });
+  }
+
+  /** Hands over what was prepared, now. Not for use in a delivery. */
+  handOver(): void {
+    this.#pump();
   }
 
   #pump(): void {
@@ -376,8 +406,7 @@ export class UblkServer implements AsyncDisposable {
 }
 
 /** Opens the node once it is there: where udev makes it, that may take a moment after the device exists. */
-async function openNode(id: number): Promise<number> {
-  const path = `/dev/ublkc${id}`;
+async function openNode(path: string): Promise<number> {
   const giveUpAt = performance.now() + NODE_WAIT_MS;
   for (;;) {
     try {
@@ -396,7 +425,8 @@ async function openNode(id: number): Promise<number> {
   }
 }
 
-type Phase = "serving" | "detached" | "removed";
+/** `closed`: nothing of the device is open here; commands may still be in the kernel. */
+type Phase = "serving" | "detached" | "closed";
 
 class Device implements UblkExport, Slot {
   readonly id: number;
@@ -410,7 +440,7 @@ class Device implements UblkExport, Slot {
   /** Without user copy: the kernel's copy of each tag's data. */
   readonly #buffers: Uint8Array | undefined;
   /** Tags whose command the kernel or we hold; the rest were given back when the device stopped. */
-  #live: number;
+  #live = 0;
   #phase: Phase = "serving";
   #allBack: (() => void) | undefined;
   #removing: Promise<void> | undefined;
@@ -428,14 +458,44 @@ class Device implements UblkExport, Slot {
     this.id = info.id;
     this.recovered = recovered;
     this.#charFd = charFd;
-    this.#descriptors = new UblkDescriptors(charFd, info.queueDepth);
     this.#buffers = hasBit(info.flags, Feature.userCopy)
       ? undefined
       : new Uint8Array(new ArrayBuffer(info.queueDepth * MAX_IO_BYTES));
     this.#slot = server.claimSlot(this);
-    this.#live = info.queueDepth;
-    for (let tag = 0; tag < info.queueDepth; tag++) this.#command(UBLK_FETCH, tag, -1);
-    server.kick();
+    try {
+      this.#descriptors = new UblkDescriptors(charFd, info.queueDepth);
+    } catch (error) {
+      server.freeSlot(this.#slot);
+      throw error;
+    }
+  }
+
+  get serving(): boolean {
+    return this.#phase === "serving";
+  }
+
+  /** Opens the device and asks for its first requests. On error it is not open here. */
+  static async #attach(
+    server: UblkServer,
+    options: UblkExportOptions,
+    info: DevInfo,
+    recovered: boolean,
+  ): Promise<Device> {
+    const charFd = await openNode(server.host.nodePath(info.id));
+    let device: Device | undefined;
+    try {
+      device = new Device(server, options, info, charFd, recovered);
+      for (let tag = 0; tag < info.queueDepth; tag++) {
+        device.#command(UBLK_FETCH, tag, -1);
+        device.#live++;
+      }
+      server.kick();
+      return device;
+    } catch (error) {
+      if (device === undefined) closeSync(charFd);
+      else device.#close();
+      throw error;
+    }
   }
 
   get devicePath(): string {
@@ -452,7 +512,7 @@ class Device implements UblkExport, Slot {
       const payload = encodeParams({ sizeBytes, readOnly, maxIoBytes: info.maxIoBytes });
       const set = await server.control(`set up device ${id}`, Control.setParams, id, { payload });
       if (set < 0) throw failed(`device ${id} cannot be set up`, set);
-      device = new Device(server, options, info, await openNode(id), false);
+      device = await Device.#attach(server, options, info, false);
       const started = await server.control(`start device ${id}`, Control.startDev, id, {
         data: process.pid,
         timeoutMs: SLOW_MS,
@@ -462,12 +522,13 @@ class Device implements UblkExport, Slot {
     } catch (error) {
       // The first error is the one to report; what is left is an orphan that the next start removes.
       const cleanup = device === undefined ? server.remove(id) : device.remove();
-      await cleanup.catch((second: unknown) =>
+      await cleanup.catch((second: unknown) => {
+        if (device !== undefined) device.#close();
         options.onEvent({
           kind: "protocol_error",
           message: `ublk device ${id} stays behind: ${second instanceof Error ? second.message : String(second)}`,
-        }),
-      );
+        });
+      });
       throw error;
     }
   }
@@ -501,16 +562,20 @@ class Device implements UblkExport, Slot {
         throw failed(`device ${id} cannot be taken over`, begun);
       await Bun.sleep(POLL_MS);
     }
-    const device = new Device(server, options, info, await openNode(id), true);
-    const ended = await server.control(`recover device ${id}`, Control.endUserRecovery, id, {
-      data: process.pid,
-      timeoutMs: SLOW_MS,
-    });
-    if (ended < 0) {
-      device.detach();
-      throw failed(`device ${id} cannot be taken over`, ended);
+    const device = await Device.#attach(server, options, info, true);
+    try {
+      const ended = await server.control(`recover device ${id}`, Control.endUserRecovery, id, {
+        data: process.pid,
+        timeoutMs: SLOW_MS,
+      });
+      if (ended < 0) throw failed(`device ${id} cannot be taken over`, ended);
+      return device;
+    } catch (error) {
+      // The kernel takes no second server while it sees this one. It sees it for as long as it has commands of its
+      // own, which nothing but a stop or the end of the ring takes back from it.
+      device.#close();
+      throw error;
     }
-    return device;
   }
 
   // ---- requests ---------------------------------------------------------------------------------
@@ -540,7 +605,9 @@ class Device implements UblkExport, Slot {
       });
     }
     this.#live--;
-    if (this.#live === 0) this.#allBack?.();
+    if (this.#live > 0) return;
+    this.#allBack?.();
+    if (this.#phase === "closed") this.#server.freeSlot(this.#slot);
   }
 
   #request(tag: number): void {
@@ -657,27 +724,44 @@ class Device implements UblkExport, Slot {
   }
 
   remove(): Promise<void> {
-    this.#removing ??= this.#remove();
+    this.#removing ??= this.#remove().catch((error: unknown) => {
+      this.#removing = undefined;
+      throw error;
+    });
     return this.#removing;
   }
 
   async #remove(): Promise<void> {
     const server = this.#server;
-    const allBack = new Promise<void>((resolve) => {
-      this.#allBack = resolve;
-    });
-    if (this.#live === 0) this.#allBack?.();
-    const stopped = await server.control(`stop device ${this.id}`, Control.stopDev, this.id, {
-      timeoutMs: SLOW_MS,
-    });
-    if (stopped < 0 && stopped !== ENODEV) throw failed(`device ${this.id} cannot be stopped`, stopped);
-    // A device that was never started gives its commands back when its last descriptor is closed, only.
-    await Promise.race([allBack, Bun.sleep(QUICK_MS)]);
-    this.#phase = "removed";
+    if (this.#phase !== "closed") {
+      const allBack = new Promise<void>((resolve) => {
+        this.#allBack = resolve;
+      });
+      if (this.#live === 0) this.#allBack?.();
+      const stopped = await server.control(`stop device ${this.id}`, Control.stopDev, this.id, {
+        timeoutMs: SLOW_MS,
+      });
+      if (stopped < 0 && stopped !== ENODEV) throw failed(`device ${this.id} cannot be stopped`, stopped);
+      // A device that was never started gives its commands back when its last descriptor is closed, only.
+      await Promise.race([allBack, Bun.sleep(QUICK_MS)]);
+      this.#close();
+    }
+    await server.remove(this.id);
+  }
+
+  /**
+   * Lets go of the device. While the kernel has commands of it the slot is not given to another, which would get
+   * their results, and what they point to stays.
+   */
+  #close(): void {
+    if (this.#phase === "closed") return;
+    this.#phase = "detached";
+    // Prepared commands name the descriptor, whose number may be another file's after it is closed.
+    this.#server.handOver();
     this.#descriptors[Symbol.dispose]();
     closeSync(this.#charFd);
-    await server.remove(this.id);
-    server.freeSlot(this.#slot);
+    this.#phase = "closed";
+    if (this.#live === 0) this.#server.freeSlot(this.#slot);
   }
 }
 
