@@ -29,7 +29,10 @@ import type { OpenRequest } from "./worker-protocol.ts";
 
 type DeviceStats = BlockdStats["devices"][number];
 
-/** One open device and its export, owned by the thread that opened it. */
+/**
+ * One open device and its export, owned by the thread that opened it. Where the kernel does not let go of a ublk
+ * device its disposal fails and may be tried again; until the device is stopped it is served as before.
+ */
 export interface Device extends AsyncDisposable {
   readonly deviceId: string;
   readonly virtualSizeBytes: number;
@@ -39,6 +42,8 @@ export interface Device extends AsyncDisposable {
   readonly ublk:
     | { readonly id: number; readonly devicePath: string; readonly recovered: boolean }
     | undefined;
+  /** Its files are: nothing is left to flush. */
+  readonly closed: boolean;
   /** No request is served from now on; those that a ublk device holds wait for the next server. */
   detach(): void;
   flush(): Promise<void>;
@@ -268,6 +273,16 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
     throw error;
   }
 
+  const closeFiles = async () => {
+    if (closed) return;
+    compaction[Symbol.dispose]();
+    await direct?.[Symbol.asyncDispose]();
+    await flusher.exclusive(() => {
+      closed = true;
+      stack[Symbol.dispose]();
+    });
+  };
+
   for (const warning of stack.stats().warnings) log.warn(warning);
   return {
     deviceId,
@@ -279,6 +294,9 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
       ublk === undefined
         ? undefined
         : { id: ublk.id, devicePath: ublk.devicePath, recovered: ublk.recovered },
+    get closed() {
+      return closed;
+    },
     detach() {
       nbd?.[Symbol.dispose]();
       ublk?.detach();
@@ -323,16 +341,14 @@ export async function openDevice(request: OpenRequest, context: DeviceContext): 
       };
     },
     async [Symbol.asyncDispose]() {
-      if (closed) return;
       nbd?.[Symbol.dispose]();
-      // The kernel flushes what it holds before it lets go, so the stack has to be there still.
-      if (!detached) await ublk?.remove();
-      compaction[Symbol.dispose]();
-      await direct?.[Symbol.asyncDispose]();
-      await flusher.exclusive(() => {
-        closed = true;
-        stack[Symbol.dispose]();
-      });
+      try {
+        if (!detached) await ublk?.remove();
+      } finally {
+        // The kernel flushes what it holds before it lets go, so the stack has to be there until then, also where
+        // that takes longer than anyone waits for it.
+        if (ublk?.serving !== true) await closeFiles();
+      }
     },
   };
 }

@@ -8,12 +8,12 @@ import { OperationTimes } from "./operations.ts";
 import type { BlockdStats, DeviceInfo, DeviceSpec, LowerSwap, WorkerStats } from "./protocol.ts";
 import type { DeviceRecord } from "./schema.ts";
 import { type DeviceTable, fileStem } from "./table.ts";
-import type { WorkerHandle } from "./worker-pool.ts";
+import type { DeviceWorker } from "./worker-pool.ts";
 
 interface Entry {
   record: DeviceRecord;
   /** The owner; absent when the device is not open. */
-  worker: WorkerHandle | undefined;
+  worker: DeviceWorker | undefined;
   failure: string | undefined;
   /** ublk: where the device is in the host. */
   devicePath?: string;
@@ -55,7 +55,7 @@ export class Devices {
   readonly #turns = new Map<string, Promise<unknown>>();
   readonly #operations = new OperationTimes();
   readonly #table: DeviceTable;
-  readonly #workers: readonly WorkerHandle[];
+  readonly #workers: readonly DeviceWorker[];
   readonly #exportDir: string;
   readonly #maxUblkDevices: number;
   /** Devices that are being made and not in `#entries` yet. */
@@ -64,7 +64,7 @@ export class Devices {
 
   constructor(
     table: DeviceTable,
-    workers: readonly WorkerHandle[],
+    workers: readonly DeviceWorker[],
     exportDir: string,
     log: Logger,
     maxUblkDevices = Number.POSITIVE_INFINITY,
@@ -140,7 +140,7 @@ export class Devices {
         if (!sameValue(spec, record.spec) && !sameValue(spec, asNow)) {
           throw invalid("device_exists", `device ${deviceId} exists with another spec`, 409);
         }
-        if (known.failure !== undefined) await this.#reopen(known);
+        if (known.failure !== undefined) await this.#reopen(known, true);
         return this.#info(known);
       }
       if (spec.exportKind === "ublk") this.#checkUblkRoom();
@@ -157,7 +157,6 @@ export class Devices {
         await this.#table.save(entry.record);
       } catch (error) {
         await this.#abandon(entry);
-        this.#reclaim(deviceId, []);
         throw error;
       } finally {
         this.#creating.delete(entry);
@@ -205,15 +204,32 @@ export class Devices {
     if (entry === undefined) return;
     const { ublkId } = entry.record;
     const open = entry.worker !== undefined;
+    let lost: unknown;
     try {
-      await this.#close(entry, flush);
+      await this.#close(entry, flush).catch((error: unknown) => {
+        if (entry.worker !== undefined) throw error;
+        lost = error;
+      });
       // One that could not be opened again still is in the kernel, with the I/O that waits in it.
-      if (!open && ublkId !== undefined)
-        await this.#workers[0]!.call<"ublkRemove">({ op: "ublkRemove", ublkId });
-    } finally {
+      if (!open && ublkId !== undefined) await this.#removeUblk(deviceId, ublkId);
       await this.#table.remove(deviceId);
-      this.#entries.delete(deviceId);
-      this.#reclaim(deviceId, []);
+    } catch (error) {
+      // The kernel may write to its files still: they stay claimed, and the next call goes on here.
+      entry.failure = `it could not be released: ${toBlockdError(error).message}`;
+      throw error;
+    }
+    this.#entries.delete(deviceId);
+    this.#reclaim(deviceId, []);
+    if (lost !== undefined) throw lost;
+  }
+
+  async #removeUblk(deviceId: string, ublkId: number): Promise<void> {
+    try {
+      await this.#workers[0]!.call<"ublkRemove">({ op: "ublkRemove", ublkId });
+    } catch (error) {
+      if (!(error instanceof AenvError && error.code === "ublk_unusable")) throw error;
+      // Without ublk there is no device. One that only we cannot reach is removed by the next daemon that can.
+      this.#log.warn({ deviceId, ublkId, err: error }, "a ublk device was not looked for");
     }
   }
 
@@ -350,7 +366,7 @@ export class Devices {
     return join(this.#exportDir, `${fileStem(deviceId)}.sock`);
   }
 
-  #usable(deviceId: string): { entry: Entry; worker: WorkerHandle } {
+  #usable(deviceId: string): { entry: Entry; worker: DeviceWorker } {
     const entry = this.#entries.get(deviceId);
     if (entry === undefined) throw invalid("device_not_found", `there is no device ${deviceId}`, 404);
     if (entry.failure !== undefined || entry.worker === undefined) {
@@ -399,13 +415,18 @@ export class Devices {
     }
   }
 
-  /** `keep`: the next daemon goes on with it. */
+  /**
+   * `keep`: the next daemon goes on with it. After an error it is open still and keeps its worker, unless it was
+   * the flush alone that failed.
+   */
   async #close(entry: Entry, flush: boolean, keep = false): Promise<void> {
     const { worker } = entry;
     if (worker === undefined) return;
+    const { deviceId } = entry.record.spec;
+    const { flushFailure } = await worker.call<"close">({ op: "close", deviceId, flush, keep });
     entry.worker = undefined;
     worker.load--;
-    await worker.call<"close">({ op: "close", deviceId: entry.record.spec.deviceId, flush, keep });
+    if (flushFailure !== undefined) throw fromBlockdError(flushFailure);
   }
 
   /** Undoes an open whose creation failed afterwards; the first error is the one to report. */
@@ -417,13 +438,20 @@ export class Devices {
     } catch (error) {
       this.#log.error({ deviceId, err: error }, "device could not be closed after its creation failed");
     }
+    if (entry.worker === undefined) {
+      this.#reclaim(deviceId, []);
+      return;
+    }
+    // It is listed, so that a release or the same creation tries again, and nobody else uses its files.
+    entry.failure = "its creation failed, and it could not be closed";
+    this.#entries.set(deviceId, entry);
   }
 
   /**
    * Opens a device of the table. Opening completes or undoes a restack that was cut off (see openStack): the
-   * image it reports is the one there is now.
+   * image it reports is the one there is now. `save`: whether or not that changed the record.
    */
-  async #reopen(entry: Entry): Promise<void> {
+  async #reopen(entry: Entry, save = false): Promise<void> {
     const { restacking, ...before } = entry.record;
     const { deviceId } = before.spec;
     try {
@@ -453,7 +481,7 @@ export class Devices {
         const begun = upperPaths({ lowers: [], upper: restacking?.freshUpper });
         for (const path of begun) if (!used.includes(path)) rmSync(path, { force: true });
       }
-      if (restacking !== undefined || ublkId !== before.ublkId) await this.#table.save(entry.record);
+      if (save || restacking !== undefined || ublkId !== before.ublkId) await this.#table.save(entry.record);
     } catch (error) {
       entry.failure = toBlockdError(error).message;
       throw error;

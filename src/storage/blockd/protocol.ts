@@ -38,8 +38,8 @@ export interface DeviceInfo {
   /** What is under the device now: a restack changes it. */
   readonly image: ImageConfig;
   /**
-   * Why the device cannot be used: it could not be opened again after the daemon was restarted, or a
-   * restack failed half-way. Creating it again with the same spec tries once more; release forgets it.
+   * Why the device cannot be used: it could not be opened again after the daemon was restarted, a restack
+   * failed half-way, or the kernel did not let go of it when it was released. Creating it again with the same spec tries once more; release forgets it.
    */
   readonly failure?: string;
 }
@@ -59,7 +59,10 @@ export type BlockdRequest =
   | { readonly op: "get"; readonly deviceId: string }
   /** One page of devices in order of their ids, beginning after the id given. */
   | { readonly op: "list"; readonly after?: string }
-  /** Closes the export and the files; nothing on disk is removed. Unknown ids are fine. */
+  /**
+   * Closes the export and the files; nothing on disk is removed. Unknown ids are fine. A ublk device that the
+   * kernel does not let go of stays listed as failed, with its files in use: release it again.
+   */
   | { readonly op: "release"; readonly deviceId: string }
   /** Everything the guest was told is written is on stable storage. */
   | { readonly op: "flush"; readonly deviceId: string }

@@ -9,8 +9,17 @@ import type {
   WorkerResults,
 } from "./worker-protocol.ts";
 
+/** Something that owns devices. */
+export interface DeviceWorker {
+  /** Devices assigned to it, opening ones included. */
+  load: number;
+  call<Op extends keyof WorkerResults>(
+    request: Extract<WorkerRequest, { op: Op }>,
+  ): Promise<WorkerResults[Op]>;
+}
+
 /** The daemon's view of one worker thread. */
-export class WorkerHandle {
+export class WorkerHandle implements DeviceWorker {
   readonly #worker: Worker;
   readonly #pending = new Map<
     number,
@@ -19,7 +28,6 @@ export class WorkerHandle {
   readonly exited: Promise<number>;
   #nextId = 0;
   #dead: AenvError | undefined;
-  /** Devices assigned to it, opening ones included. */
   load = 0;
 
   constructor(options: WorkerOptions, onDeath: (error: Error) => void) {

@@ -28,7 +28,10 @@ export interface OpenRequest {
 
 export type WorkerRequest =
   | OpenRequest
-  /** `keep`: the next daemon goes on with it; a ublk device stays and its I/O waits. */
+  /**
+   * `keep`: the next daemon goes on with it; a ublk device stays and its I/O waits. After an error it is open still
+   * and to be closed again.
+   */
   | { readonly op: "close"; readonly deviceId: string; readonly flush: boolean; readonly keep: boolean }
   | { readonly op: "flush"; readonly deviceId: string }
   | {
@@ -53,7 +56,8 @@ export interface WorkerResults {
       | { readonly id: number; readonly devicePath: string; readonly recovered: boolean }
       | undefined;
   };
-  readonly close: null;
+  /** It is closed, and so much did the flush before that say. */
+  readonly close: { readonly flushFailure: BlockdError | undefined };
   readonly flush: null;
   readonly restack: LayerRef;
   /** What is under the device now, and why that is not all that was asked for. */

@@ -23,9 +23,11 @@ type Result = WorkerResults[keyof WorkerResults];
 /** See DeviceContext.nowhere. */
 const NOWHERE_BYTES = 256 << 10;
 
-/** The devices of one worker. Whoever asks sees to it that requests for one device do not overlap. */
-class DeviceOwner implements AsyncDisposable {
+/** The devices of one thread. Whoever asks sees to it that requests for one device do not overlap. */
+export class DeviceOwner implements AsyncDisposable {
   readonly #devices = new Map<string, Device>();
+  /** Those that are to be closed and are not yet. */
+  readonly #closing = new Map<string, Device>();
   readonly #context: DeviceContext;
 
   constructor(context: DeviceContext) {
@@ -35,22 +37,28 @@ class DeviceOwner implements AsyncDisposable {
   async handle(request: WorkerRequest): Promise<Result> {
     switch (request.op) {
       case "open": {
-        assert(!this.#devices.has(request.deviceId), `device ${request.deviceId} is open`);
+        const known = this.#devices.has(request.deviceId) || this.#closing.has(request.deviceId);
+        assert(!known, `device ${request.deviceId} is open`);
         const device = await openDevice(request, this.#context);
         this.#devices.set(request.deviceId, device);
         return { virtualSizeBytes: device.virtualSizeBytes, image: device.image, ublk: device.ublk };
       }
       case "close": {
-        const device = this.#device(request.deviceId);
-        this.#devices.delete(request.deviceId);
-        // Closed whatever the flush says; its failure is the caller's to know.
+        const { deviceId } = request;
+        const device = this.#closing.get(deviceId) ?? this.#device(deviceId);
+        this.#devices.delete(deviceId);
+        this.#closing.set(deviceId, device);
         if (request.keep) device.detach();
+        // Closed whatever the flush says; its failure is the caller's to know.
+        let failure: unknown;
         try {
-          if (request.flush) await device.flush();
-        } finally {
-          await device[Symbol.asyncDispose]();
+          if (request.flush && !device.closed) await device.flush();
+        } catch (error) {
+          failure = error;
         }
-        return null;
+        await device[Symbol.asyncDispose]();
+        this.#closing.delete(deviceId);
+        return { flushFailure: failure === undefined ? undefined : toBlockdError(failure) };
       }
       case "flush":
         await this.#device(request.deviceId).flush();
@@ -100,8 +108,10 @@ class DeviceOwner implements AsyncDisposable {
   }
 
   async [Symbol.asyncDispose](): Promise<void> {
-    for (const device of this.#devices.values()) await device[Symbol.asyncDispose]();
+    const all = [...this.#devices.values(), ...this.#closing.values()];
+    for (const device of all) await device[Symbol.asyncDispose]();
     this.#devices.clear();
+    this.#closing.clear();
   }
 }
 
