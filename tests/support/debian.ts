@@ -1,4 +1,5 @@
-import { resolve } from "node:path";
+import { readFile, rm } from "node:fs/promises";
+import { join, resolve } from "node:path";
 
 const ROOT = resolve(import.meta.dir, "../..");
 
@@ -30,11 +31,15 @@ export async function startDebianRegistry(dir: string): Promise<LocalRegistry> {
     throw error;
   }
   const host = url.replace("http://", "");
+  // Kept: by the time of disposal the directory may be gone with the server's home that it lies in.
+  const pid = Number(await readFile(join(dir, "registry.pid"), "utf8"));
   return {
     host,
     debian: `${host}/agentenv/debian-python:latest`,
     [Symbol.asyncDispose]: async () => {
-      await script("scripts/registry.sh", "stop", dir);
+      const command = await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "");
+      if (command.includes(dir)) process.kill(pid, "SIGKILL");
+      await rm(dir, { recursive: true, force: true });
     },
   };
 }
