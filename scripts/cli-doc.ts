@@ -14,7 +14,7 @@ runs on, and runs on Linux and macOS. Made from the commands' own definitions, a
 
 | | |
 |---|---|
-| Address and key | \`aenv auth\` stores them in \`~/.config/aenv/credentials\` (below \`$XDG_CONFIG_HOME\` when that is set), mode 0600 |
+| Address and key | \`E2B_API_URL\` and \`E2B_API_KEY\` when both are set; else those of \`aenv auth\`, which stores them in \`~/.config/aenv/credentials\` (below \`$XDG_CONFIG_HOME\` when that is set), mode 0600; else, for \`dist/aenv\` of a checkout, those of its \`make start\` |
 | Exit status | 0 done, 1 failed, 2 wrong usage, 130 interrupted or the session's sandbox was paused, deleted or lost; \`exec\`, \`start\` and \`connect\` end with the remote command's own status, \`exec --timeout\` with 124 |
 | Output | tables on a terminal, JSON for programs; \`--output table\` or \`--output json\` says which. Progress and notices go to standard error; control sequences only ever to a terminal |
 | Errors | \`Error: …\` on standard error, with its causes and what to do about it |

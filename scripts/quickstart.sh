@@ -3,7 +3,7 @@
 # the unmodified E2B client, pause and resume. Idempotent: what is there is used.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-eval "$(scripts/server.sh env | sed 's/^/export /')"
+eval "$(scripts/server.sh env 2>/dev/null)"
 template=quickstart
 began=$SECONDS
 phase_began=$SECONDS
@@ -13,16 +13,13 @@ phase() { phase_began=$SECONDS; printf '\n%s[%s] %s%s\n' "$bold" "$1" "$2" "$pla
 ok() { printf '      done in %d s\n' $((SECONDS - phase_began)); }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# The command line keeps its credentials beside the server's state, away from the user's own.
-export XDG_CONFIG_HOME=$AENV_HOME_PATH/client
-key_file=$AENV_HOME_PATH/secrets/api-key
 url=http://$API_ADDR
 
 [[ $(id -u) == 0 ]] || die "network namespaces and taps need root: sudo make quickstart"
 
 phase 1/4 "guest kernel, VMM and server"
-scripts/server.sh start
-printf '%s\n%s\n' "$url" "$(cat "$key_file")" | dist/aenv auth >/dev/null
+scripts/server.sh start quiet
+eval "$(scripts/server.sh env)" # this server, whatever the caller's E2B_* say
 ok
 
 phase 2/4 "a real Debian image with Python"
@@ -45,30 +42,30 @@ ok
 phase 3/4 "template $template: image to block layers, boot, snapshot"
 if [[ -n $image ]]; then
   dist/aenv pull "$image" --name "$template" --cpu 1 --memory 512
-  [[ -z ${registry:-} ]] || scripts/registry.sh stop .aenv/registry
+  if [[ -n ${registry:-} ]]; then
+    scripts/registry.sh stop .aenv/registry
+    echo "      the registry it was pulled from, $registry, was temporary and is stopped"
+  fi
 else echo "      nothing to do"; fi
 ok
 
 phase 4/4 "Python in a microVM through the e2b client"
-E2B_API_URL=$url E2B_SANDBOX_URL=$url E2B_API_KEY=$(cat "$key_file") .tools/bin/bun scripts/quickstart.ts "$template"
+.tools/bin/bun scripts/quickstart.ts "$template"
 ok
 
 cat <<EOF
 
-${bold}AgentENV works.${plain} It took $((SECONDS - began)) s.
+${bold}AgentENV works.${plain} It took $((SECONDS - began)) s, without the build of the executable.
 
   server     $url          API page: $url/docs
-  key        $key_file
+  key        $AENV_HOME_PATH/secrets/api-key
   log        $AENV_HOME_PATH/logs/server.log
 
 Try it:
-  export XDG_CONFIG_HOME=$XDG_CONFIG_HOME
-  dist/aenv start $template                      a shell in a new sandbox
-  dist/aenv list                                 what there is
-  dist/aenv pull IMAGE --name NAME               a template from any OCI image
-
-From the E2B SDKs, unmodified:
-  export E2B_API_URL=$url E2B_SANDBOX_URL=$url E2B_API_KEY=\$(cat $key_file)
+  eval "\$(scripts/server.sh env)"                PATH and E2B_*, for aenv and the E2B SDKs alike
+  aenv start $template                      a shell in a new sandbox
+  aenv list                                      what there is
+  aenv pull IMAGE --name NAME                    a template from any OCI image
 
 Stop:  make stop   (running sandboxes are paused and stored; make start brings the server back)
 EOF

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Starts and stops the server of this checkout in the background. State lives in .aenv/, the executable in dist/.
-#   server.sh start|stop|status|env
+#   server.sh start|stop|status|env     env: lines for eval: PATH, the paths above, E2B_* for aenv and the SDKs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export AENV_HOME_PATH=${AENV_HOME_PATH:-$PWD/.aenv/home}
@@ -8,21 +8,39 @@ export AENV_HOME_PATH=${AENV_HOME_PATH:-$PWD/.aenv/home}
 export AENV_RUNTIME_PATH=${AENV_RUNTIME_PATH:-/run/aenv-$(printf %s "$PWD" | cksum | cut -d' ' -f1)}
 export API_ADDR=${API_ADDR:-127.0.0.1:8000}
 export AENV_CONFIG_PATH=${AENV_CONFIG_PATH:-}
+# Credentials for dist/aenv, away from the user's own; it finds them there.
+client=$AENV_HOME_PATH/client key_file=$AENV_HOME_PATH/secrets/api-key
 pidfile=$AENV_HOME_PATH/server.pid log=$AENV_HOME_PATH/logs/server.log
 running() { [[ -f $pidfile ]] && kill -0 "$(cat "$pidfile")" 2>/dev/null && grep -qa agentenv "/proc/$(cat "$pidfile")/cmdline" 2>/dev/null; }
+store_credentials() { printf 'http://%s\n%s\n' "$API_ADDR" "$(cat "$key_file")" | env -u E2B_API_URL XDG_CONFIG_HOME="$client" dist/aenv auth >/dev/null; }
+try_it() {
+  [[ ${1:-} == quiet ]] || cat <<'EOF'
+Try it:
+  eval "$(scripts/server.sh env)"                PATH and E2B_*, for aenv and the E2B SDKs alike
+  aenv pull python:3.12-slim --name py           a template from any OCI image
+  aenv start py                                  a shell in a new sandbox
+EOF
+}
+# How many sandboxes run; nothing where that cannot be told.
+count_running() {
+  local list
+  list=$(E2B_API_URL=http://$API_ADDR E2B_API_KEY=$(cat "$key_file") dist/aenv list --output json 2>/dev/null) || return 0
+  grep -c '"state": "running"' <<<"$list" || true
+}
 
 case ${1:-} in
   start)
-    if running; then echo "server already runs (pid $(cat "$pidfile")), http://$API_ADDR"; exit 0; fi
+    if running; then store_credentials; echo "server already runs (pid $(cat "$pidfile")), http://$API_ADDR"; try_it "${2:-}"; exit 0; fi
     mkdir -p "$AENV_HOME_PATH/logs"
     dist/agentenv setup --home "$AENV_HOME_PATH"
     setsid dist/agentenv serve >>"$log" 2>&1 </dev/null &
     echo $! > "$pidfile"
     for ((i = 0; i < 100; i++)); do
       # With its own key: a server of somebody else may answer there.
-      if running && [[ -s $AENV_HOME_PATH/secrets/api-key ]] &&
-         curl -fs -o /dev/null --max-time 1 -H "X-API-Key: $(cat "$AENV_HOME_PATH/secrets/api-key")" "http://$API_ADDR/v2/sandboxes"; then
-        echo "server started (pid $(cat "$pidfile")), http://$API_ADDR, log $log"; exit 0
+      if running && [[ -s $key_file ]] &&
+         curl -fs -o /dev/null --max-time 1 -H "X-API-Key: $(cat "$key_file")" "http://$API_ADDR/v2/sandboxes"; then
+        store_credentials
+        echo "server started (pid $(cat "$pidfile")), http://$API_ADDR, log $log"; try_it "${2:-}"; exit 0
       fi
       if ! running; then echo "error: the server ended at once; the last lines of $log:" >&2; tail -n 15 "$log" >&2; rm -f "$pidfile"; exit 1; fi
       sleep 0.1
@@ -30,10 +48,15 @@ case ${1:-} in
     echo "error: no answer from http://$API_ADDR/health within 10 s; see $log" >&2; exit 1;;
   stop)
     if ! running; then echo "no server runs"; rm -f "$pidfile"; exit 0; fi
-    pid=$(cat "$pidfile"); kill -TERM "$pid"
-    for ((i = 0; i < 900; i++)); do kill -0 "$pid" 2>/dev/null || { rm -f "$pidfile"; echo "server stopped"; exit 0; }; sleep 0.1; done
+    pid=$(cat "$pidfile") count=$(count_running); kill -TERM "$pid"
+    for ((i = 0; i < 900; i++)); do kill -0 "$pid" 2>/dev/null || { rm -f "$pidfile"; echo "server stopped$([[ ${count:-0} == 0 ]] || echo "; running sandboxes that were paused: $count (aenv resume ID after make start)")"; exit 0; }; sleep 0.1; done
     echo "error: the server (pid $pid) still runs after 90 s; see $log" >&2; exit 1;;
   status) if running; then echo "running, pid $(cat "$pidfile"), http://$API_ADDR"; else echo "not running"; exit 3; fi;;
-  env) printf 'AENV_HOME_PATH=%s\nAENV_RUNTIME_PATH=%s\nAPI_ADDR=%s\n' "$AENV_HOME_PATH" "$AENV_RUNTIME_PATH" "$API_ADDR";;
+  env)
+    printf 'export AENV_HOME_PATH=%q AENV_RUNTIME_PATH=%q API_ADDR=%q\n' "$AENV_HOME_PATH" "$AENV_RUNTIME_PATH" "$API_ADDR"
+    printf 'export PATH=%q:"$PATH"\n' "$PWD/dist"
+    if [[ -s $key_file ]]; then
+      printf 'export E2B_API_URL=%q E2B_SANDBOX_URL=%q E2B_API_KEY="$(cat %q)"\n' "http://$API_ADDR" "http://$API_ADDR" "$key_file"
+    else echo "no server has run here yet: make start" >&2; fi;;
   *) echo "usage: scripts/server.sh start|stop|status|env" >&2; exit 2;;
 esac

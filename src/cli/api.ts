@@ -1,6 +1,6 @@
 import { createConnection, type Socket } from "node:net";
 import { CliError } from "./command.ts";
-import { type Credentials, loadCredentials } from "./credentials.ts";
+import { type Credentials, environmentCredentials, loadCredentials } from "./credentials.ts";
 
 const REQUEST_TIMEOUT_MS = 120_000;
 const CONNECT_TIMEOUT_MS = 5_000;
@@ -70,7 +70,9 @@ function apiError(status: number, text: string): ApiError {
     return new ApiError(
       401,
       `authentication failed${detail}`,
-      "set the server's API key with: aenv auth",
+      environmentCredentials() === undefined
+        ? "set the server's API key with: aenv auth"
+        : "the key is that of $E2B_API_KEY: correct it, or unset it to use what `aenv auth` stored",
       cause,
     );
   }

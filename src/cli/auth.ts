@@ -1,5 +1,5 @@
 import { CliError } from "./command.ts";
-import { keyProblem, saveCredentials, urlProblem } from "./credentials.ts";
+import { environmentCredentials, keyProblem, saveCredentials, urlProblem } from "./credentials.ts";
 import { print } from "./output.ts";
 import { RawMode } from "./terminal.ts";
 
@@ -121,5 +121,8 @@ export async function auth(): Promise<number> {
   }
   await saveCredentials({ url: url.replace(/\/+$/, ""), apiKey });
   print("Credentials saved.");
+  if (environmentCredentials() !== undefined) {
+    process.stderr.write("E2B_API_URL and E2B_API_KEY are set: they win over what was saved.\n");
+  }
   return 0;
 }

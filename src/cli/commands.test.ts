@@ -5,6 +5,7 @@ import { API_KEY, CliRig } from "../../tests/support/cli-rig.ts";
 import { newId } from "../lib/ids.ts";
 import { version } from "../version.ts";
 import { COMMANDS, GROUPS, SERVER_PROGRAMS } from "./commands.ts";
+import { findCredentials } from "./credentials.ts";
 import { formatTable, plainText } from "./output.ts";
 import { parseLine } from "./program.ts";
 
@@ -274,7 +275,7 @@ describe("the way to the server", () => {
     expect(await rig.aenv(["list"], { env })).toEqual({
       code: 1,
       out: "",
-      err: `Error: there are no credentials at ${path}\n  run: aenv auth\n`,
+      err: `Error: there are no credentials at ${path}\n  run: aenv auth (or set E2B_API_URL and E2B_API_KEY, both)\n`,
     });
     mkdirSync(join(home, "aenv"), { recursive: true });
     writeFileSync(path, 'url = "http://a"\napi_key = "top-secret\n');
@@ -302,6 +303,45 @@ describe("the way to the server", () => {
     // Without XDG_CONFIG_HOME it is ~/.config.
     const fallback = await rig.aenv(["list"], { env: { XDG_CONFIG_HOME: "", HOME: home } });
     expect(fallback.err).toContain(`${home}/.config/aenv/credentials`);
+  });
+
+  test("E2B_API_URL and E2B_API_KEY win over the file, both or neither", async () => {
+    rig.records.clear();
+    const id = rig.sandbox();
+    const elsewhere = {
+      XDG_CONFIG_HOME: join(rig.dir, "none"),
+      E2B_API_URL: `${rig.url}/`,
+      E2B_API_KEY: API_KEY,
+    };
+    expect((await rig.aenv(["list"], { env: elsewhere })).out).toContain(id);
+    expect((await rig.aenv(["doctor"], { env: elsewhere })).out).toContain("$E2B_API_URL and $E2B_API_KEY");
+    const wrong = await rig.aenv(["list"], { env: { E2B_API_URL: rig.url, E2B_API_KEY: "another" } });
+    expect(wrong.code).toBe(1);
+    expect(wrong.err).toContain("the key is that of $E2B_API_KEY");
+    expect((await rig.aenv(["list"], { env: { E2B_API_KEY: "another" } })).out).toContain(id);
+    const bad = await rig.aenv(["list"], { env: { E2B_API_URL: "a", E2B_API_KEY: "top secret" } });
+    expect(bad.err).toStartWith('Error: $E2B_API_URL: "a" is not an http or https URL');
+    const auth = await rig.aenv(["auth"], { env: elsewhere, stdin: `\n${API_KEY}\n` });
+    expect(auth.err).toBe("E2B_API_URL and E2B_API_KEY are set: they win over what was saved.\n");
+  });
+
+  test("an executable in dist/ of a checkout finds the credentials of its server", async () => {
+    const checkout = join(rig.dir, "checkout");
+    const path = join(checkout, ".aenv/home/client/aenv/credentials");
+    mkdirSync(join(path, ".."), { recursive: true });
+    writeFileSync(path, 'url = "http://a"\napi_key = "k"\n');
+    const config = process.env.XDG_CONFIG_HOME;
+    process.env.XDG_CONFIG_HOME = join(rig.dir, "no-config");
+    try {
+      const credentials = { url: "http://a", apiKey: "k" };
+      expect(await findCredentials(join(checkout, "dist/agentenv"))).toEqual({ credentials, path });
+      await expect(findCredentials(join(rig.dir, "bin/agentenv"))).rejects.toThrow(
+        `there are no credentials at ${join(rig.dir, "no-config")}`,
+      );
+    } finally {
+      if (config === undefined) delete process.env.XDG_CONFIG_HOME;
+      else process.env.XDG_CONFIG_HOME = config;
+    }
   });
 
   test("nobody there, a wrong key, no such server", async () => {

@@ -1,7 +1,8 @@
 import { randomBytes } from "node:crypto";
+import { existsSync } from "node:fs";
 import { mkdir, open, readFile, rename, rm } from "node:fs/promises";
 import { homedir } from "node:os";
-import { dirname, join } from "node:path";
+import { dirname, join, resolve } from "node:path";
 import { parse, stringify, TomlError } from "smol-toml";
 import { CliError } from "./command.ts";
 
@@ -17,14 +18,57 @@ export function credentialsPath(): string {
   return join(base, "aenv", "credentials");
 }
 
+/** Where the server of a checkout (`make start`) leaves credentials for the executable in its `dist/`. */
+export function checkoutCredentialsPath(executable: string): string {
+  return resolve(dirname(executable), "../.aenv/home/client/aenv/credentials");
+}
+
+/** From `E2B_API_URL` and `E2B_API_KEY`, when both are set: the variables the E2B SDKs go by. */
+export function environmentCredentials(): Credentials | undefined {
+  const { E2B_API_URL: url = "", E2B_API_KEY: apiKey = "" } = process.env;
+  if (url === "" || apiKey === "") return undefined;
+  for (const [variable, problem] of [
+    ["E2B_API_URL", urlProblem(url)],
+    ["E2B_API_KEY", keyProblem(apiKey)],
+  ] as const) {
+    if (problem !== undefined) {
+      throw new CliError(`$${variable}: ${problem}`, {
+        hint: "set it right, or unset it to use what `aenv auth` stored",
+      });
+    }
+  }
+  return { url: url.replace(/\/+$/, ""), apiKey };
+}
+
+/**
+ * The server's address and key, and where they are from (a file's path; undefined: the environment): the
+ * environment, else the file of `aenv auth`, else that of the checkout this executable was built in.
+ */
+export async function findCredentials(
+  executable = process.execPath,
+): Promise<{ readonly credentials: Credentials; readonly path?: string }> {
+  const given = environmentCredentials();
+  if (given !== undefined) return { credentials: given };
+  const own = credentialsPath();
+  const checkout = checkoutCredentialsPath(executable);
+  const path = !existsSync(own) && existsSync(checkout) ? checkout : own;
+  return { credentials: await readCredentials(path), path };
+}
+
+/** `findCredentials` without the place. */
 export async function loadCredentials(): Promise<Credentials> {
-  const path = credentialsPath();
+  return (await findCredentials()).credentials;
+}
+
+async function readCredentials(path: string): Promise<Credentials> {
   let text: string;
   try {
     text = await readFile(path, "utf8");
   } catch (cause) {
     if ((cause as NodeJS.ErrnoException).code === "ENOENT") {
-      throw new CliError(`there are no credentials at ${path}`, { hint: "run: aenv auth" });
+      throw new CliError(`there are no credentials at ${path}`, {
+        hint: "run: aenv auth (or set E2B_API_URL and E2B_API_KEY, both)",
+      });
     }
     throw new CliError(`cannot read the credentials file ${path}`, { cause });
   }

@@ -3,7 +3,7 @@ import { version } from "../version.ts";
 import { routingHeaders } from "./agent.ts";
 import { Api, ApiError, type SandboxJson } from "./api.ts";
 import { CliError, type Invocation } from "./command.ts";
-import { type Credentials, credentialsPath, loadCredentials } from "./credentials.ts";
+import { type Credentials, findCredentials } from "./credentials.ts";
 import { plainText, print, printJson, wantsTable } from "./output.ts";
 import { runningTarget } from "./target.ts";
 
@@ -32,8 +32,10 @@ function failure(name: string, error: unknown, status: Finding["status"] = "miss
 async function checkCredentials(): Promise<{ finding: Finding; credentials?: Credentials }> {
   const name = "credentials";
   try {
-    const credentials = await loadCredentials();
-    const path = credentialsPath();
+    const { credentials, path } = await findCredentials();
+    if (path === undefined) {
+      return { credentials, finding: { name, status: "ok", detail: "$E2B_API_URL and $E2B_API_KEY" } };
+    }
     const { mode } = await stat(path);
     if ((mode & 0o077) !== 0) {
       const detail = `${path} can be read by others (mode ${(mode & 0o777).toString(8)})`;

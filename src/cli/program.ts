@@ -196,7 +196,9 @@ export function buildProgram(options: ProgramOptions): Node {
     .helpCommand(false)
     .configureOutput({ outputError: () => undefined })
     .configureHelp({ subcommandTerm: (node) => [node.name(), ...node.aliases().slice(0, 1)].join(", ") })
-    .description("AgentENV: microVM sandboxes for AI agents behind an E2B-compatible API.")
+    .description(
+      "AgentENV: microVM sandboxes for AI agents behind an E2B-compatible API.\n\nThe server's address and key: E2B_API_URL and E2B_API_KEY when both are set, else what `aenv auth` stored.",
+    )
     .usage("<command> [options]")
     .helpOption("-h, --help", "this text; aenv <command> --help tells about one command")
     .version(`agentenv ${version} (${commit})`, "-V, --version", "version of this executable");

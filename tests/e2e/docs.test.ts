@@ -71,6 +71,8 @@ async function runPage(page: string): Promise<string> {
     .filter(({ language }) => language === "sh")
     .map(({ code }) => code)
     .join("\n");
+  // A page speaks from the checkout's directory; its server is the one that this environment names.
+  script = script.replaceAll("scripts/server.sh", join(ROOT, "scripts/server.sh"));
   for (const image of IMAGES) script = script.replaceAll(image, registry.debian);
   let output = await run(["bash", "-euxo", "pipefail", "-c", script], cwd);
   for (const { language, code } of blocks) {
@@ -90,7 +92,9 @@ test("the server runs as the service does: its own account, two capabilities, no
 });
 
 test("README", async () => {
-  expect(await runPage("README.md")).toContain("hello\n");
+  const output = await runPage("README.md");
+  expect(output).toContain("hello\n");
+  expect(output).toContain("Directory listing for /");
 });
 
 test("getting started", async () => {
