@@ -24,7 +24,7 @@ EOF
 # How many sandboxes run; nothing where that cannot be told.
 count_running() {
   local list
-  list=$(E2B_API_URL=http://$API_ADDR E2B_API_KEY=$(cat "$key_file") dist/aenv list --output json 2>/dev/null) || return 0
+  list=$(E2B_API_URL=http://$API_ADDR E2B_API_KEY=$(cat "$key_file" 2>/dev/null) timeout 5 dist/aenv list --output json 2>/dev/null) || return 0
   grep -c '"state": "running"' <<<"$list" || true
 }
 

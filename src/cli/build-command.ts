@@ -23,7 +23,12 @@ export const BUILD_COMMAND: Command = {
       value: "CMD",
       help: "in place of ENTRYPOINT and CMD; an empty one starts nothing",
     },
-    { name: "ready-cmd", value: "CMD", help: "in place of HEALTHCHECK" },
+    {
+      name: "ready-cmd",
+      value: "CMD",
+      help: "in place of HEALTHCHECK; with neither of them the start command gets 20 s",
+    },
+    { name: "probe", value: "PORT", help: "ready when something listens on this port (needs bash there)" },
     { name: "timeout", value: "SECS", help: "cancel the build after this time" },
     {
       name: "progress",
@@ -35,6 +40,7 @@ export const BUILD_COMMAND: Command = {
   ],
   examples: [
     "aenv build . --name app",
+    "aenv build . --name web --probe 8080",
     "aenv build src -f docker/Dockerfile --name app --build-arg VERSION=2",
   ],
   run: async (invocation) => (await import("./dockerfile-build.ts")).build(invocation),

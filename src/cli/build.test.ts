@@ -81,12 +81,15 @@ CMD ["a", "b c"]
     // The second time the files are there.
     rig.uploads.set(hash!, Buffer.from("kept"));
     const { build: second } = working();
-    const again = rig.aenv(["build", context, "--name", "app", "--start-cmd", ""]);
+    const again = rig.aenv(["build", context, "--name", "app", "--start-cmd", "", "--probe", "80"]);
     const next = await second;
     next.status = "ready";
     expect((await again).code).toBe(0);
     expect(rig.uploads.get(hash!)!.toString()).toBe("kept");
-    expect(next.request).toMatchObject({ startCmd: "" });
+    expect(next.request).toMatchObject({
+      startCmd: "",
+      readyCmd: "bash -c 'exec 3<>/dev/tcp/127.0.0.1/80'",
+    });
   });
 
   test("Ctrl-C and a deadline cancel the build", async () => {
@@ -219,6 +222,31 @@ describe("aenv pull", () => {
     expect(run.err).toContain("line 0\n");
     expect(run.err).toContain("line 249\n");
     expect(run.err).toContain("error: no space\n");
+  });
+
+  test("a failure that is the log's last word is told once", async () => {
+    rig.onBuild = (build) => {
+      build.logs.push(entry("registry.example cannot be resolved", "error"));
+      build.status = "error";
+      build.reason = { message: "registry.example cannot be resolved" };
+    };
+    const run = await rig.aenv(["pull", "debian"]);
+    expect(run.err.match(/registry\.example cannot be resolved/g)).toHaveLength(1);
+    expect(run.err).toContain("Error: Build failed: registry.example cannot be resolved\n");
+  });
+
+  test("template cancel ends the build that a pull left running", async () => {
+    const { build } = working();
+    const { code, out } = await rig.aenv(["pull", "debian", "-d"]);
+    expect(code).toBe(0);
+    const it = await build;
+    const id = /Created template (\S+)/.exec(out)![1]!;
+    expect(await rig.aenv(["template", "cancel", id])).toEqual({
+      code: 0,
+      out: `Cancelled build ${id} of template ${id}\n`,
+      err: "",
+    });
+    expect(it.status).toBe("error");
   });
 
   test("detached", async () => {

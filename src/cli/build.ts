@@ -128,6 +128,8 @@ export async function followBuild(
     offset += entries.length;
     for (const entry of entries) {
       if (entry.level === "debug") continue;
+      // What ended the build is told as the outcome, below.
+      if (entry.level === "error" && entry.message === info.reason?.message) continue;
       const problem = entry.level !== "info";
       if (!problem) doing = entry.message;
       if (showLog) status.note(entry.level === "error" ? `error: ${entry.message}` : entry.message);
@@ -158,22 +160,27 @@ export function templateNameOf(image: string): string {
   return last.split(":")[0]!;
 }
 
+/** The ready command of `--probe PORT` or `--ready-cmd`: one or the other, or none. */
+export function readinessOf({ flags, usageError }: Invocation): string | undefined {
+  const probe = flags.integer("probe", 1, 65_535);
+  if (probe === undefined) return flags.text("ready-cmd");
+  if (flags.has("ready-cmd")) throw usageError("--probe and --ready-cmd exclude each other");
+  return `bash -c 'exec 3<>/dev/tcp/127.0.0.1/${probe}'`;
+}
+
 /** `aenv pull`. */
-export async function pull({ args, flags }: Invocation): Promise<number> {
+export async function pull(invocation: Invocation): Promise<number> {
+  const { args, flags } = invocation;
   const image = args[0]!;
   const usage = (message: string) =>
     new CliError(message, { exitCode: 2, hint: "aenv pull --help tells more" });
-  const probe = flags.integer("probe", 1, 65_535);
-  if (probe !== undefined && flags.has("ready-cmd"))
-    throw usage("--probe and --ready-cmd exclude each other");
+  const readyCmd = readinessOf(invocation);
   if (flags.has("detach") && flags.has("timeout")) throw usage("--detach and --timeout exclude each other");
   const name = flags.text("name") ?? templateNameOf(image);
   if (name === "")
     throw usage(`no template name can be made from the image "${image}": give one with --name`);
   const cpuCount = flags.integer("cpu", 1, 1024);
   const memoryMB = flags.integer("memory", 128, 4_194_304);
-  const readyCmd =
-    probe === undefined ? flags.text("ready-cmd") : `bash -c 'exec 3<>/dev/tcp/127.0.0.1/${probe}'`;
   const startCmd = flags.text("start-cmd");
   const timeoutSeconds = flags.integer("timeout", 1, MAX_SECONDS);
   const api = await Api.open();
@@ -199,6 +206,21 @@ export async function pull({ args, flags }: Invocation): Promise<number> {
     return 0;
   }
   return followBuild(api, templateID, buildID, timeoutSeconds === undefined ? {} : { timeoutSeconds });
+}
+
+/** `aenv template cancel`: ends the newest build of a template. */
+export async function cancelTemplate({ args }: Invocation): Promise<number> {
+  const api = await Api.open();
+  const templateId = await api.templateId(args[0]!);
+  const { body } = await api.request<{ builds: { buildID: string }[] }>(
+    "GET",
+    `/templates/${encodeURIComponent(templateId)}`,
+  );
+  const newest = body.builds[0];
+  if (newest === undefined) throw new CliError(`template ${templateId} has no build`);
+  await api.request("DELETE", `/templates/${encodeURIComponent(templateId)}/builds/${newest.buildID}`);
+  print(`Cancelled build ${newest.buildID} of template ${templateId}`);
+  return 0;
 }
 
 /** `aenv template watch`. */

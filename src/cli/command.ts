@@ -40,6 +40,8 @@ export interface Argument {
   readonly optional?: boolean;
   /** Takes all that is left, word by word. */
   readonly rest?: boolean;
+  /** May be given several times; the last argument only. */
+  readonly many?: boolean;
   readonly choices?: readonly string[];
   /** What a shell completes this argument with: `path` is a name in the local file system. */
   readonly complete?: Dynamic | "path";

@@ -6,7 +6,7 @@ import { newId } from "../lib/ids.ts";
 import { version } from "../version.ts";
 import { COMMANDS, GROUPS, SERVER_PROGRAMS } from "./commands.ts";
 import { findCredentials } from "./credentials.ts";
-import { formatTable, plainText } from "./output.ts";
+import { formatTable, formatTime, plainText } from "./output.ts";
 import { parseLine } from "./program.ts";
 
 // Processes and terminals: a busy machine takes its time.
@@ -142,12 +142,13 @@ describe("sandbox commands", () => {
     rig.records.clear();
     const first = rig.sandbox();
     const second = rig.sandbox({ state: "paused", alias: undefined });
+    const ends = formatTime(rig.records.get(first)?.endAt);
     const row = (id: string, name: string, state: string) => `${id}  ${name}  ${state}`;
     const template = rig.records.get(second)?.templateId ?? "";
     const lines = [
-      `SANDBOX ID${" ".repeat(28)}TEMPLATE${" ".repeat(30)}STATE    CPU  MEM (MiB)  DISK (MiB)  STARTED`,
-      `${row(first, "debian".padEnd(36), "running")}  2    512        10240       2026-01-02 03:04:05`,
-      `${row(second, template, "paused ")}  2    512        10240       2026-01-02 03:04:05`,
+      `SANDBOX ID${" ".repeat(28)}TEMPLATE${" ".repeat(30)}STATE    CPU  MEM (MiB)  DISK (MiB)  STARTED              ENDS`,
+      `${row(first, "debian".padEnd(36), "running")}  2    512        10240       2026-01-02 03:04:05  ${ends}`,
+      `${row(second, template, "paused ")}  2    512        10240       2026-01-02 03:04:05  -`,
     ];
     const asked = await rig.aenv(["list", "--output", "table"]);
     expect(asked.out.split("\n").toSorted()).toEqual([...lines, ""].toSorted());
@@ -185,6 +186,24 @@ describe("sandbox commands", () => {
     expect(again.err).toBe(
       `Error: HTTP 404: sandbox ${id} was not found\n  list the sandboxes there are with GET /v2/sandboxes or \`aenv list\`\n`,
     );
+  });
+
+  test("pause, resume and delete take several ids: what fails keeps nothing from the others", async () => {
+    const [one, two, gone] = [rig.sandbox(), rig.sandbox(), newId()];
+    expect(await rig.aenv(["pause", one, two])).toEqual({
+      code: 0,
+      out: `Paused ${one}\nPaused ${two}\n`,
+      err: "",
+    });
+    expect((await rig.aenv(["resume", one, two, "--timeout", "500"])).out).toBe(
+      `Resumed ${one}\nResumed ${two}\n`,
+    );
+    expect(await rig.aenv(["delete", one, gone, two, one])).toEqual({
+      code: 1,
+      out: `Deleted sandbox ${one}\nDeleted sandbox ${two}\n`,
+      err: `Error: ${gone}: HTTP 404: sandbox ${gone} was not found\n  list the sandboxes there are with GET /v2/sandboxes or \`aenv list\`\n`,
+    });
+    expect((await rig.aenv(["delete", one, "../x"])).code).toBe(2);
   });
 
   test("an error shows the message, its causes and the way out", async () => {
@@ -419,6 +438,7 @@ describe("usage", () => {
     [["pull", "a", "--memory", "much"]],
     [["pull", "a", "--probe", "70000"]],
     [["pull", "a", "--probe", "80", "--ready-cmd", "true"]],
+    [["build", ".", "--name", "a", "--probe", "80", "--ready-cmd", "true"]],
     [["pull", "a", "-d", "--timeout", "5"]],
     [["pull", "a", "--timeout", "-5"]],
     [["pull", "host:5000/"]],
@@ -476,7 +496,7 @@ describe("usage", () => {
     expect(overview.code).toBe(0);
     expect(overview).toEqual(await rig.aenv(["-h"]));
     expect(overview).toEqual(await rig.aenv(["help"]));
-    expect(overview.out).not.toContain("completion");
+    expect(overview.out).toMatch(/^ {2}completion /m);
     for (const command of COMMANDS) {
       const [word] = command.name.split(" ");
       if (command.hidden !== true) expect(overview.out).toMatch(new RegExp(`^  ${word}\\b`, "m"));

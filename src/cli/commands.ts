@@ -1,5 +1,5 @@
 import { auth } from "./auth.ts";
-import { pull, watchTemplate } from "./build.ts";
+import { cancelTemplate, pull, watchTemplate } from "./build.ts";
 import { BUILD_COMMAND } from "./build-command.ts";
 import { type Argument, type Command, type Flag, OUTPUT_FLAG } from "./command.ts";
 import { printCompletion, SHELLS } from "./completion-scripts.ts";
@@ -62,6 +62,8 @@ export const COMMANDS: readonly Command[] = [
     name: "pull",
     group: TEMPLATES,
     summary: "Make a template from an OCI image",
+    details:
+      "Ctrl-C and --timeout end only the watching: the build is the server's and goes on. `aenv template cancel` ends it.",
     arguments: [{ name: "image", help: "image reference, e.g. debian:12 or host:5000/repo@sha256:..." }],
     flags: [
       { name: "name", value: "NAME", help: "template name (default: last part of the image's name)" },
@@ -75,9 +77,9 @@ export const COMMANDS: readonly Command[] = [
       {
         name: "ready-cmd",
         value: "CMD",
-        help: "command polled until it succeeds before the snapshot is taken",
+        help: "command polled until it succeeds before the snapshot is taken; without it or --probe a start command gets 20 s",
       },
-      { name: "probe", value: "PORT", help: "ready when something listens on this port" },
+      { name: "probe", value: "PORT", help: "ready when something listens on this port (needs bash there)" },
       DETACH,
       { name: "timeout", value: "SECS", help: "stop waiting after this time; the build goes on" },
     ],
@@ -94,7 +96,7 @@ export const COMMANDS: readonly Command[] = [
     summary: "Start a sandbox and open a shell in it",
     arguments: [{ name: "target", help: "template name or id, or snapshot id", complete: "template" }],
     details:
-      "With --cold the target is an image, and the sandbox boots from it instead of resuming a template's memory.",
+      "When its time to live is over a sandbox is paused and kept, memory and all: `aenv resume` and `aenv connect` bring it back, `aenv delete` removes it. With --cold the target is an image, and the sandbox boots from it instead of resuming a template's memory.",
     flags: [
       { name: "timeout", value: "SECS", default: "300", help: "time to live" },
       DETACH,
@@ -135,7 +137,7 @@ export const COMMANDS: readonly Command[] = [
     group: INSIDE,
     summary: "Run a command in a sandbox",
     details:
-      "Standard output and error stay apart, the exit status is the command's own. Options come before the sandbox's id; what follows the id is the command, put -- before one that begins with a dash. Standard input is passed on when it is a pipe or a file. Ctrl-C ends the command in the sandbox. After --timeout the command is killed and the status is 124.",
+      "Standard output and error stay apart, the exit status is the command's own. Options come before the sandbox's id; what follows the id is the command, put -- before one that begins with a dash. Standard input is passed on when it is a pipe or a file; programs that a person types into need -it. Ctrl-C ends the command in the sandbox. After --timeout the command is killed and the status is 124.",
     arguments: [
       sandbox("running-sandbox"),
       { name: "command", help: "program and its arguments, taken as they are", rest: true },
@@ -314,17 +316,17 @@ export const COMMANDS: readonly Command[] = [
   {
     name: "pause",
     group: SANDBOXES,
-    summary: "Pause a sandbox with its memory",
-    arguments: [sandbox("running-sandbox")],
+    summary: "Pause sandboxes with their memory",
+    arguments: [{ ...sandbox("running-sandbox"), many: true }],
     flags: [],
-    examples: ["aenv pause ID"],
+    examples: ["aenv pause ID", "aenv pause ID ID"],
     run: pause,
   },
   {
     name: "resume",
     group: SANDBOXES,
-    summary: "Resume a paused sandbox",
-    arguments: [sandbox("paused-sandbox")],
+    summary: "Resume paused sandboxes",
+    arguments: [{ ...sandbox("paused-sandbox"), many: true }],
     flags: [{ name: "timeout", value: "SECS", default: "300", help: "time to live from now" }],
     examples: ["aenv resume ID --timeout 3600"],
     run: resume,
@@ -333,6 +335,8 @@ export const COMMANDS: readonly Command[] = [
     name: "timeout",
     group: SANDBOXES,
     summary: "Set when a sandbox ends, counted from now",
+    details:
+      "At its end a sandbox that `aenv start` made is paused and kept; one that was created with autoPause false is deleted. `aenv info` tells which (AT ITS END).",
     arguments: [
       sandbox("running-sandbox"),
       { name: "seconds", help: "time to live; may shorten what was set before" },
@@ -359,10 +363,10 @@ export const COMMANDS: readonly Command[] = [
     name: "delete",
     group: SANDBOXES,
     aliases: ["rm"],
-    summary: "Delete a sandbox, running or paused",
-    arguments: [sandbox("sandbox")],
+    summary: "Delete sandboxes, running or paused",
+    arguments: [{ ...sandbox("sandbox"), many: true }],
     flags: [],
-    examples: ["aenv delete ID"],
+    examples: ["aenv delete ID", "aenv list --output json | jq -r '.[].sandboxID' | xargs -r aenv delete"],
     run: remove,
   },
   {
@@ -385,6 +389,16 @@ export const COMMANDS: readonly Command[] = [
     flags: [],
     examples: ["aenv template watch debian"],
     run: watchTemplate,
+  },
+  {
+    name: "template cancel",
+    group: TEMPLATES,
+    aliases: ["templates cancel"],
+    summary: "End a template's build that runs",
+    arguments: [{ name: "template", help: "template name or id", complete: "template" }],
+    flags: [],
+    examples: ["aenv template cancel debian"],
+    run: cancelTemplate,
   },
   {
     name: "template delete",
@@ -448,14 +462,14 @@ export const COMMANDS: readonly Command[] = [
       "aenv completion zsh > ~/.zfunc/_aenv",
       "aenv completion fish > ~/.config/fish/completions/aenv.fish",
     ],
-    hidden: true,
     run: printCompletion,
   },
 ];
 
 /** What the groups of commands are for. */
 export const GROUPS: Readonly<Record<string, string>> = {
-  template: "List, watch and delete templates",
+  network: "Show what sandboxes may reach",
+  template: "List, watch, cancel and delete templates",
   snapshot: "Make, list and delete snapshots of sandboxes",
 };
 

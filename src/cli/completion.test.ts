@@ -38,14 +38,14 @@ describe("candidates", () => {
       "rm",
       "template",
       "templates",
+      "completion",
       "serve",
     ]) {
       expect(all).toContain(name);
     }
-    expect(all).not.toContain("completion");
     expect(new Set(all).size).toBe(all.length);
     expect(await words("pa")).toEqual(["pause"]);
-    expect(await words("template", "")).toEqual(["list", "ls", "watch", "delete", "rm"]);
+    expect(await words("template", "")).toEqual(["list", "ls", "watch", "cancel", "delete", "rm"]);
     expect(await words("templates", "l")).toEqual(["list", "ls"]);
     expect(await words("help", "res")).toEqual(["resume"]);
     expect(await words("-")).toEqual(["--help", "--version"]);
@@ -77,7 +77,8 @@ describe("candidates", () => {
       expect(await words(command, "")).toEqual([running, paused].toSorted());
     }
     expect(await words("delete", running)).toEqual([running]);
-    expect(await words("pause", running, "")).toEqual([]);
+    expect(await words("delete", running, "")).toEqual([running, paused].toSorted());
+    expect(await words("timeout", running, "")).toEqual([]);
     expect(await words("start", "--timeout", "5", "ba")).toEqual(["base", "base-dev:v2"]);
     expect(await words("template", "watch", "base-")).toEqual(["base-dev:v2"]);
     const described = await complete(["resume", ""], "zsh");
@@ -244,7 +245,7 @@ describe("scripts", () => {
       expect(err).toBe("");
       return out.split("\n").filter((row) => row !== "");
     };
-    expect(await inFish("aenv resu")).toEqual(["resume\tResume a paused sandbox"]);
+    expect(await inFish("aenv resu")).toEqual(["resume\tResume paused sandboxes"]);
     expect(await inFish("aenv template w")).toEqual(["watch\tFollow a template's newest build to its end"]);
     expect((await inFish("aenv list --output ")).map((row) => row.split("\t")[0])).toEqual(["table", "json"]);
     expect((await inFish("aenv list --output=j")).map((row) => row.split("\t")[0])).toEqual([

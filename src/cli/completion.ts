@@ -71,7 +71,7 @@ const takesValue = (option: Option) => option.required || option.optional;
 /** What may come behind a command and the words that follow it. */
 async function inCommand(node: Node, typed: readonly string[], current: string): Promise<Candidate[]> {
   const args = node.registeredArguments;
-  const fixed = args.filter((argument) => !argument.variadic).length;
+  const fixed = args.filter((argument) => !(argument instanceof TreeArgument && argument.rest)).length;
   const takesRest = fixed < args.length;
   const optionOf = (word: string) =>
     node.options.find((option) => [option.long, option.short].includes(word.split("=", 1)[0]!));
@@ -112,7 +112,7 @@ async function inCommand(node: Node, typed: readonly string[], current: string):
       HELP,
     ];
   }
-  const argument = args[position];
+  const argument = args[position] ?? (args.at(-1)?.variadic === true ? args.at(-1) : undefined);
   return argument instanceof TreeArgument ? argumentCandidates(argument) : [];
 }
 

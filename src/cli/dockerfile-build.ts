@@ -1,7 +1,7 @@
 import { readFile } from "node:fs/promises";
 import { join, resolve } from "node:path";
 import { Api, ApiError } from "./api.ts";
-import { followBuild } from "./build.ts";
+import { followBuild, readinessOf } from "./build.ts";
 import { BuildContext, type ContextArchive, compressed } from "./build-context.ts";
 import { CliError, type Invocation } from "./command.ts";
 import { type BuildPlan, type PlannedStep, parseDockerfile } from "./dockerfile.ts";
@@ -158,7 +158,9 @@ async function start(
 }
 
 /** `aenv build`: a template from a Dockerfile and its context, built by the server step by step. */
-export async function build({ args, flags }: Invocation): Promise<number> {
+export async function build(invocation: Invocation): Promise<number> {
+  const { args, flags } = invocation;
+  const readyCmd = readinessOf(invocation);
   const directory = args[0]!;
   const file = flags.text("file") ?? join(directory, "Dockerfile");
   const name = flags.text("name");
@@ -193,7 +195,7 @@ export async function build({ args, flags }: Invocation): Promise<number> {
     });
     created = reply.body;
     for (const archive of archives.values()) await upload(api, created.templateID, archive, status);
-    const [startCmd, readyCmd] = [flags.text("start-cmd"), flags.text("ready-cmd")];
+    const startCmd = flags.text("start-cmd");
     const body = {
       fromImage: last.image,
       steps: last.steps,

@@ -28,6 +28,17 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
     expect(run).toEqual({ out: "to-out\n", err: "to-err\n", code: 7 });
   });
 
+  test("an interpreter at a terminal without -i: why it ends at once is said", async () => {
+    const note = "note: standard input is not passed on; use -it";
+    const bare = rig.terminal(`aenv exec ${id} sh; echo "[rc $?]"`);
+    await bare.shows("[rc 0]");
+    expect(bare.screen()).toContain(note);
+    const meant = rig.terminal(`aenv exec ${id} true; aenv exec -n ${id} sh; echo "[rc $?]"`);
+    await meant.shows("[rc 0]");
+    expect(meant.screen()).not.toContain(note);
+    expect((await rig.aenv(["exec", id, "sh"])).err).toBe("");
+  });
+
   test("words are passed as they are", async () => {
     const words = ["printf", "%s|", "a b", "", "--help", "-d", "ä", "*", "--", "$HOME", "a\nb"];
     expect(await rig.aenv(["exec", id, ...words])).toEqual({

@@ -1,4 +1,5 @@
 import { fstatSync } from "node:fs";
+import { basename } from "node:path";
 import { AgentError, type AgentTarget, exitStatus, processEvents, sendStream, unary } from "./agent.ts";
 import { Api } from "./api.ts";
 import { CliError, type Invocation } from "./command.ts";
@@ -21,6 +22,8 @@ const SIGNAL_LIMIT_MS = 2_000;
 const CLOSE_LIMIT_MS = 10_000;
 /** The proxy ends a request body that is idle for 30 s. */
 const KEEPALIVE_MS = 10_000;
+/** Programs that read what they shall do from standard input when they have no arguments. */
+const INTERPRETER = /^((ba|da|a|k|z|fi)?sh|python[\d.]*|node|bun|irb|lua|psql|sqlite3|cat)$/;
 const INPUT_BYTES = 64 * 1024;
 /** As timeout(1) has it. */
 const TIMED_OUT = 124;
@@ -134,6 +137,12 @@ export async function exec({ args, flags, usageError }: Invocation): Promise<num
     return runOnTerminal(api, target, process_, { detachKeys: keys });
   }
   const stdin = !flags.has("no-stdin") && (flags.has("interactive") || hasInput());
+  const { stdin: ours, stdout } = process;
+  if (!stdin && !flags.has("no-stdin") && ours.isTTY === true && stdout.isTTY === true) {
+    // Its input is empty: it would end at once, without a word.
+    if (rest.length === 0 && INTERPRETER.test(basename(cmd)))
+      process.stderr.write("note: standard input is not passed on; use -it\n");
+  }
   return runPiped(target, { ...process_, stdin }, seconds);
 }
 

@@ -24,10 +24,13 @@ export const SERVER_GROUP = "On the server's host (agentenv <program>):";
 /** An argument that knows what a shell completes it with. */
 export class TreeArgument extends NodeArgument {
   readonly complete: Argument["complete"];
+  /** What is left is not ours, as the words of a command to run. */
+  readonly rest: boolean;
   constructor(argument: Argument) {
-    const name = `${argument.name}${argument.rest === true ? "..." : ""}`;
+    const name = `${argument.name}${argument.rest === true || argument.many === true ? "..." : ""}`;
     super(argument.optional === true ? `[${name}]` : `<${name}>`, argument.help);
     this.complete = argument.complete;
+    this.rest = argument.rest === true;
     if (argument.choices !== undefined) this.choices(argument.choices);
   }
 }
@@ -116,9 +119,10 @@ function checkedArguments(command: Command, words: readonly string[], usage: Usa
       continue;
     }
     if (given === "") throw usage(`<${argument.name}> must not be empty`);
+    if (!argument.complete?.endsWith("sandbox")) continue;
     // An id becomes part of a URL's path: what would change the path is none.
-    if (argument.complete?.endsWith("sandbox") && !/^[\w-]+$/.test(given)) {
-      throw usage(`"${given}" is no sandbox id`);
+    for (const id of argument.many === true ? args.slice(i) : [given]) {
+      if (!/^[\w-]+$/.test(id)) throw usage(`"${id}" is no sandbox id`);
     }
   }
   return args;

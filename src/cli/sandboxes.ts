@@ -127,17 +127,49 @@ export async function list({ flags }: Invocation): Promise<number> {
     item.memoryMB,
     item.diskSizeMB,
     formatTime(item.startedAt),
+    // A paused one has no end before it is resumed.
+    item.state === "running" ? formatTime(item.endAt) : undefined,
   ]);
   process.stdout.write(
-    formatTable(["SANDBOX ID", "TEMPLATE", "STATE", "CPU", "MEM (MiB)", "DISK (MiB)", "STARTED"], rows),
+    formatTable(
+      ["SANDBOX ID", "TEMPLATE", "STATE", "CPU", "MEM (MiB)", "DISK (MiB)", "STARTED", "ENDS"],
+      rows,
+    ),
   );
   return 0;
 }
 
+/**
+ * Does something with each sandbox, one after the other: a failure keeps nothing from the ones behind it, and is
+ * told with its id. A single one fails as any command does.
+ */
+async function forEach(ids: readonly string[], work: (id: string) => Promise<void>): Promise<number> {
+  if (ids.length === 1) {
+    await work(ids[0]!);
+    return 0;
+  }
+  let failures = 0;
+  for (const id of new Set(ids)) {
+    try {
+      await work(id);
+    } catch (error) {
+      // Nobody there, or a key that is wrong, is so for all of them.
+      if (!(error instanceof ApiError) || error.status === 401) throw error;
+      failures++;
+      const hint = error.hint === undefined ? "" : `  ${plainText(error.hint)}\n`;
+      process.stderr.write(`Error: ${id}: ${plainText(error.message)}\n${hint}`);
+    }
+  }
+  return failures > 0 ? 1 : 0;
+}
+
 /** `aenv pause`. */
 export async function pause({ args }: Invocation): Promise<number> {
-  const id = args[0]!;
   const api = await Api.open();
+  return forEach(args, (id) => pauseOne(api, id));
+}
+
+async function pauseOne(api: Api, id: string): Promise<void> {
   try {
     await api.request("POST", `${path(id)}/pause`);
   } catch (error) {
@@ -147,16 +179,16 @@ export async function pause({ args }: Invocation): Promise<number> {
     if (body.state !== "paused") throw error;
   }
   print(`Paused ${id}`);
-  return 0;
 }
 
 /** `aenv resume`. */
 export async function resume({ args, flags }: Invocation): Promise<number> {
   const timeout = flags.integer("timeout", 1, MAX_SECONDS) ?? DEFAULT_TIMEOUT_SECONDS;
   const api = await Api.open();
-  await api.request("POST", `${path(args[0]!)}/connect`, { body: { timeout }, timeoutMs: START_TIMEOUT_MS });
-  print(`Resumed ${args[0]}`);
-  return 0;
+  return forEach(args, async (id) => {
+    await api.request("POST", `${path(id)}/connect`, { body: { timeout }, timeoutMs: START_TIMEOUT_MS });
+    print(`Resumed ${id}`);
+  });
 }
 
 /** `aenv timeout`. */
@@ -244,7 +276,8 @@ export async function fork({ args, flags }: Invocation): Promise<number> {
 /** `aenv delete`. */
 export async function remove({ args }: Invocation): Promise<number> {
   const api = await Api.open();
-  await api.request("DELETE", path(args[0]!));
-  print(`Deleted sandbox ${args[0]}`);
-  return 0;
+  return forEach(args, async (id) => {
+    await api.request("DELETE", path(id));
+    print(`Deleted sandbox ${id}`);
+  });
 }

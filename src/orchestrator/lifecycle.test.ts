@@ -164,7 +164,10 @@ describe("fork", () => {
     expect(orchestrator.route(id).kind).toBe("ready");
     await forking;
     await orchestrator.pause(id);
-    await expect(orchestrator.fork(id, { count: 1 })).rejects.toMatchObject({ status: 409 });
+    await expect(orchestrator.fork(id, { count: 1 })).rejects.toMatchObject({
+      status: 409,
+      remediation: `resume it with: aenv resume ${id}`,
+    });
   });
 
   test("a source that does not run again is gone, and says so", async () => {

@@ -28,7 +28,7 @@ import {
   fixedDiskSize,
 } from "./cold.ts";
 import { digestFiles, Pins } from "./pins.ts";
-import { conflict, failure, notFound, shuttingDown, TRANSITIONAL, TRANSITIONS } from "./states.ts";
+import { conflict, failure, notFound, shuttingDown, TRANSITIONAL, TRANSITIONS, wakeUp } from "./states.ts";
 import { type RunningDocument, SandboxStore, type Startup } from "./store.ts";
 import type {
   CreateColdSandboxRequest,
@@ -627,7 +627,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
         message: `template ${request.template} has no ready build (its build is: ${status})`,
         remediation:
           status === "error"
-            ? `\`aenv template watch ${request.template}\` tells why; then build it again, e.g. with \`aenv pull IMAGE --name ${request.template}\``
+            ? `\`aenv template watch ${request.template}\` tells why; then make it again, with \`aenv pull IMAGE --name ${request.template}\` or \`aenv build DIRECTORY --name ${request.template}\``
             : `wait for it with \`aenv template watch ${request.template}\``,
       });
     }
@@ -1058,7 +1058,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const entry = this.#entries.get(id);
     if (entry === undefined) throw notFound(id);
     if (entry.state !== "running") {
-      throw conflict(id, entry.state, `only a running sandbox can be ${what}`);
+      throw conflict(id, entry.state, `only a running sandbox can be ${what}`, wakeUp(id, entry.state));
     }
     return entry;
   }
@@ -1354,7 +1354,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       const entry = this.#find(id);
       if (entry.state === "running") return entry;
       if (entry.state === "paused" || entry.state === "pausing") {
-        throw conflict(id, entry.state, "only a running sandbox has a deadline");
+        throw conflict(id, entry.state, "only a running sandbox has a deadline", wakeUp(id, entry.state));
       }
       await this.#settled(entry, deadline);
     }
@@ -1403,7 +1403,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async networkReport(id: string): Promise<SlotPolicyReport> {
     const { state, instance } = this.#find(id);
     if (instance === undefined) {
-      throw conflict(id, state, "only a running sandbox has a network");
+      throw conflict(id, state, "only a running sandbox has a network", wakeUp(id, state));
     }
     return await instance.running.egressReport();
   }

@@ -32,11 +32,22 @@ export function notFound(id: string): AenvError {
   });
 }
 
-export function conflict(id: string, state: SandboxState, what: string): AenvError {
+/** What to do about a sandbox that would have to run. */
+export function wakeUp(id: string, state: SandboxState): string | undefined {
+  return state === "paused" ? `resume it with: aenv resume ${id}` : undefined;
+}
+
+export function conflict(
+  id: string,
+  state: SandboxState,
+  what: string,
+  remediation: string | undefined = undefined,
+): AenvError {
   return new AenvError({
     code: "sandbox_state_conflict",
     status: 409,
     message: `sandbox ${id} is ${state}: ${what}`,
+    ...(remediation === undefined ? {} : { remediation }),
   });
 }
 

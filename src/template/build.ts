@@ -641,7 +641,13 @@ export class Build {
     const unlessFailed = <T>(work: Promise<T>): Promise<T> =>
       failed === undefined ? work : Promise.race([work, failed]);
     if (ready === undefined) {
-      if (start !== undefined) await unlessFailed(Promise.race([Bun.sleep(limits.startDelayMs), over]));
+      if (start === undefined) return;
+      log.add(
+        "info",
+        `no readiness check: the start command gets ${limits.startDelayMs / 1000} s (HEALTHCHECK or --ready-cmd ends the wait sooner)`,
+        "finalize",
+      );
+      await unlessFailed(Promise.race([Bun.sleep(limits.startDelayMs), over]));
       return;
     }
     log.add("info", `waiting for the ready command: ${ready.text}`, "finalize");

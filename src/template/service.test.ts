@@ -273,6 +273,10 @@ test("start and ready commands: ready is polled, an early failure or no readines
   );
   const ends = await build("ends", { startCmd: "true" });
   expect(ends.build.status).toBe("ready");
+  const told =
+    "no readiness check: the start command gets 0.03 s (HEALTHCHECK or --ready-cmd ends the wait sooner)";
+  expect(messages(ends)).toContain(told);
+  expect(messages(fine)).not.toContain(told);
 });
 
 test("FR-64: a named user that the image lacks is created: by its tools, else by adding to its account files", async () => {

@@ -284,7 +284,7 @@ class Templates implements TemplateService {
       code: "template_busy",
       status: 409,
       message: `${what} while its build ${busy.id} runs`,
-      remediation: "wait until the build has ended",
+      remediation: "wait until the build has ended, or end it with: aenv template cancel TEMPLATE",
     });
   }
 
