@@ -210,7 +210,9 @@ describe("downloads", () => {
       delete process.env.no_proxy;
       process.env.NO_PROXY = "example.invalid";
       expect((await download(server.host)).equals(CONTENT)).toBe(true);
-      await rejection(download("registry.example.invalid"));
+      expect(await rejection(download("registry.example.invalid"))).toMatchObject({
+        remediation: "this host cannot resolve registry.example.invalid (DNS or proxy)",
+      });
       expect(asked).toHaveLength(3);
     } finally {
       for (const [i, name] of names.entries()) {

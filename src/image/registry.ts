@@ -104,6 +104,11 @@ class Transient extends Error {
   }
 }
 
+/** A name that the host's resolver does not know, or not now. */
+function isUnresolved(error: unknown): error is Error & { readonly hostname?: string } {
+  return error instanceof Error && "code" in error && ["ENOTFOUND", "EAI_AGAIN"].includes(String(error.code));
+}
+
 /** Seconds or an HTTP date. */
 export function parseRetryAfter(value: string | null, nowMs: number): number | undefined {
   if (value === null) return undefined;
@@ -318,7 +323,9 @@ class RegistrySource implements ImageSource {
       code: "image_registry_unreachable",
       status: 502,
       message: `${this.reference}: cannot get ${what} from ${this.#reference.registry}: ${error.message}`,
-      remediation: "check the registry's name, the network and proxy settings of the server, and try again",
+      remediation: isUnresolved(error.cause)
+        ? `this host cannot resolve ${error.cause.hostname ?? this.#reference.registry} (DNS or proxy)`
+        : "check the registry's name, the network and proxy settings of the server, and try again",
       cause: error.cause,
     });
   }
@@ -414,7 +421,7 @@ class RegistrySource implements ImageSource {
         "",
       ),
     );
-    throw new Transient([...new Set(reasons)].join("; "));
+    throw new Transient([...new Set(reasons)].join("; "), { cause: causes.find(isUnresolved) });
   }
 
   async #follow(url: string, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {

@@ -348,7 +348,14 @@ export class Build {
         signal: this.#signal,
       }),
       "base",
-    );
+    ).catch(async (error: unknown) => {
+      if (this.#signal.aborted) throw error;
+      // A template may well have an image's name, the one being built above all.
+      const template = await this.#parts.repository.resolve(reference);
+      if (template?.committed === undefined || template.templateId === this.#order.templateId) throw error;
+      const message = `${reference} is a template of this server, not an image; FROM takes image references`;
+      throw new BuildFailure(`${message} (as an image: ${errorChain(error).join(": ")})`, "base");
+    });
     // The layers must be there until they are part of a snapshot.
     stack.use(images.hold(image.lowers.map(({ file }) => file)));
     const { config, lowers, virtualSizeBytes } = image;

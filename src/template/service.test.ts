@@ -225,6 +225,22 @@ test("each kind of failure says what failed in which step", async () => {
     throw new AenvError({ code: "image_not_found", status: 404, message: "image nope:1 was not found" });
   };
   expect((await build("a")).build.reason).toEqual({ message: "image nope:1 was not found", step: "base" });
+  resolveImage = async () => {
+    const remediation = "this host cannot resolve registry.example (DNS or proxy)";
+    throw new AenvError({ code: "image_registry_unreachable", status: 502, message: "no way", remediation });
+  };
+  expect((await build("a")).build.reason?.message).toBe(
+    "no way; this host cannot resolve registry.example (DNS or proxy)",
+  );
+  resolveImage = async () => undefined;
+  expect((await build("known")).build.status).toBe("ready");
+  resolveImage = async () => {
+    throw new AenvError({ code: "image_not_found", status: 404, message: "not there" });
+  };
+  expect((await build("other", { fromImage: "known" })).build.reason?.message).toBe(
+    "known is a template of this server, not an image; FROM takes image references (as an image: not there)",
+  );
+  expect((await build("known", { fromImage: "known" })).build.reason?.message).toBe("not there");
   resolveImage = async () => undefined;
   factory.faults.capture = () => {
     throw new Error("no space left");

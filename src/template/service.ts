@@ -535,7 +535,8 @@ class Templates implements TemplateService {
       await this.#build(record, parsed, request, log, cancelled, captureDir);
     } catch (error) {
       const step = error instanceof BuildFailure ? error.step : undefined;
-      const message = errorChain(error).join(": ");
+      const cure = imageRemedy(error);
+      const message = `${errorChain(error).join(": ")}${cure === undefined ? "" : `; ${cure}`}`;
       log.add("error", message, step);
       log.close();
       await file.flush();
@@ -625,6 +626,14 @@ class Templates implements TemplateService {
     for (const build of active) build.abort.abort(new Error("the server is shutting down"));
     await Promise.all(active.map((build) => build.done));
   }
+}
+
+/** What to do about an image that cannot be had, from the error at the bottom of a build's failure. */
+function imageRemedy(error: unknown): string | undefined {
+  for (let at = error; at instanceof Error; at = at.cause) {
+    if (at instanceof AenvError && at.code.startsWith("image_")) return at.remediation;
+  }
+  return undefined;
 }
 
 export function createTemplateService(options: TemplateServiceOptions): TemplateService {
