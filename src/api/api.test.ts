@@ -514,6 +514,23 @@ describe("bad input", () => {
     expect((await call("PUT", "/sandboxes")).json.message).toBe("route not found: PUT /sandboxes");
   });
 
+  test("a sandbox's host name below a domain that is not configured: which domain is missing", async () => {
+    const host = `8080-${newId()}.boxes.example:8000`;
+    for (const [key, path, status] of [
+      [API_KEY, "/nowhere", 404],
+      ["wrong", "/nowhere", 401],
+      ["wrong", "/v2/sandboxes", 401],
+    ] as const) {
+      const reply = await call("GET", path, undefined, { "x-api-key": key, host });
+      expect([path, reply.status]).toEqual([path, status]);
+      expect(reply.json.remediation).toStartWith("boxes.example is not in sandbox_proxy.domains");
+    }
+    for (const other of ["boxes.example", `x-${newId()}.boxes.example`, "8080-nope.boxes.example"]) {
+      const reply = await call("GET", "/nowhere", undefined, { "x-api-key": "wrong", host: other });
+      expect(reply.json.remediation).toStartWith("send the server's key");
+    }
+  });
+
   test("empty bodies are empty objects; empty answers have a length", async () => {
     const created = await call("POST", "/v2/sandboxes", { templateID: "base" });
     const id = created.json.sandboxID;

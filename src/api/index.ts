@@ -3,7 +3,7 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { type Logger, withLogContext } from "../lib/log.ts";
 import type { Observer } from "../observability/types.ts";
-import { isAuthorized, unauthorized } from "./auth.ts";
+import { isAuthorized, strayHost, unauthorized } from "./auth.ts";
 import { buildRoutes } from "./builds.ts";
 import { errorResponse } from "./errors.ts";
 import { networkRoutes } from "./network.ts";
@@ -165,16 +165,19 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
   const methodsOf = (pathname: string) => [...new Set(shapesOf(pathname).map(({ method }) => method))];
 
   const notFound = (request: Request) => {
-    if (!isAuthorized(request.headers, options.apiKeys)) return errorResponse(unauthorized());
+    if (!isAuthorized(request.headers, options.apiKeys)) return errorResponse(unauthorized(request.headers));
     const { pathname } = new URL(request.url);
     const methods = methodsOf(pathname);
+    const stray = strayHost(request.headers);
     return errorResponse(
       new AenvError({
         code: "route_not_found",
         status: 404,
         message: `route not found: ${request.method} ${pathname}`,
         ...(methods.length === 0
-          ? {}
+          ? stray === undefined
+            ? {}
+            : { remediation: stray }
           : {
               remediation: `this path answers to: ${methods.join(", ")}`,
               headers: { allow: methods.join(", ") },
@@ -194,7 +197,7 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
         patterns.set(request, definition.path);
         try {
           if (definition.authenticated && !isAuthorized(request.headers, options.apiKeys))
-            throw unauthorized();
+            throw unauthorized(request.headers);
           return await runRoute(definition, request, params as Record<string, string>);
         } catch (error) {
           if (!(error instanceof AenvError) || error.status >= 500) {

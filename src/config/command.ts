@@ -2,7 +2,8 @@ import { parseArgs } from "node:util";
 import { stringify } from "smol-toml";
 import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
-import { type ExplainedKey, explainConfig, loadServerConfig } from "./load.ts";
+import { type ExplainedKey, explainConfig, loadConfig, loadServerConfig } from "./load.ts";
+import { checkoutHome } from "./paths.ts";
 
 const USAGE = `Usage: agentenv config check [--config PATH]
        agentenv config show  [--config PATH] [--changed] [--json] [KEY...]
@@ -51,6 +52,14 @@ function lines(keys: readonly ExplainedKey[]): string {
     .join("");
 }
 
+/** The environment, with the home of the executable's own checkout where no other is named or there. */
+function environment(path: { readonly path?: string }, executable: string): NodeJS.ProcessEnv {
+  const { env } = process;
+  const { homePath } = loadConfig({ ...path, env });
+  const beside = checkoutHome(homePath, env.AENV_HOME_PATH, executable);
+  return beside === undefined ? env : { ...env, AENV_HOME_PATH: beside };
+}
+
 function fail(text: string, exitCode: number): number {
   process.stderr.write(`Error: ${text}\n`);
   return exitCode;
@@ -80,8 +89,9 @@ export function configMain(argv: string[]): number {
       2,
     );
   }
-  const options = { env: process.env, ...(values.config === undefined ? {} : { path: values.config }) };
+  const path = values.config === undefined ? {} : { path: values.config };
   try {
+    const options = { env: environment(path, process.execPath), ...path };
     if (action === "check") {
       if (names.length > 0) return fail(`config check takes no arguments\n\n${USAGE}`, 2);
       const { warnings, sourcePath } = loadServerConfig(options);
@@ -103,6 +113,7 @@ export function configMain(argv: string[]): number {
     );
     if (values.json) process.stdout.write(`${JSON.stringify({ keys: chosen }, null, 2)}\n`);
     else if (chosen.length > 0) process.stdout.write(lines(chosen));
+    else process.stderr.write("nothing is changed\n");
     return 0;
   } catch (error) {
     if (!(error instanceof AenvError)) throw error;

@@ -1,11 +1,18 @@
 import { afterAll, describe, expect, setDefaultTimeout, test } from "bun:test";
-import { mkdtempSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
+import { mkdirSync, mkdtempSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { parse } from "smol-toml";
 import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
-import { loadConfig, loadServerConfig, type NodeConfig, parseListenAddress, redactConfig } from "./index.ts";
+import {
+  checkoutHome,
+  loadConfig,
+  loadServerConfig,
+  type NodeConfig,
+  parseListenAddress,
+  redactConfig,
+} from "./index.ts";
 import { CONFIG_KEYS, CONFIG_TABLES, nearestKey } from "./keys.ts";
 import { configSchema } from "./schema.ts";
 import { getAt, isTree, type Tree } from "./tree.ts";
@@ -248,19 +255,35 @@ describe("parts that are not there", () => {
 });
 
 describe("agentenv config", () => {
-  const run = (...args: string[]) => {
+  const runIn = (env: Record<string, string>, ...args: string[]) => {
     const { exitCode, stdout, stderr } = Bun.spawnSync(
       [process.execPath, join(import.meta.dir, "../main.ts"), "config", ...args],
-      {
-        env: {
-          PATH: process.env.PATH,
-          AENV_HOME_PATH: "/srv/h",
-          AENV_SANDBOX_ACCESS_TOKEN_HASH_SEED: "s3cret",
-        },
-      },
+      { env: { PATH: process.env.PATH, ...env } },
     );
     return { exitCode, stdout: stdout.toString(), stderr: stderr.toString() };
   };
+
+  const run = (...args: string[]) =>
+    runIn({ AENV_HOME_PATH: "/srv/h", AENV_SANDBOX_ACCESS_TOKEN_HASH_SEED: "s3cret" }, ...args);
+
+  test("show --changed says so when nothing is", () => {
+    expect(runIn({}, "show", "--changed")).toEqual({
+      exitCode: 0,
+      stdout: "",
+      stderr: "nothing is changed\n",
+    });
+  });
+
+  test("the home of the executable's own checkout, where no other is named or there", () => {
+    const executable = join(root, "checkout/dist/agentenv");
+    const missing = join(root, "no-home");
+    expect(checkoutHome(missing, undefined, executable)).toBeUndefined();
+    const beside = join(root, "checkout/.aenv/home");
+    mkdirSync(beside, { recursive: true });
+    expect(checkoutHome(missing, undefined, executable)).toBe(beside);
+    expect(checkoutHome(missing, "/named", executable)).toBeUndefined();
+    expect(checkoutHome(root, undefined, executable)).toBeUndefined();
+  });
 
   test("show: values, origins, no secrets", () => {
     const path = join(root, "show.toml");

@@ -10,6 +10,7 @@ export {
   type NodeConfig,
   redactConfig,
 } from "./load.ts";
+export { checkoutHome } from "./paths.ts";
 export { parseListenAddress } from "./schema.ts";
 export {
   type ApiKey,

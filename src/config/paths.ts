@@ -1,4 +1,5 @@
-import { join, normalize } from "node:path";
+import { existsSync } from "node:fs";
+import { dirname, join, normalize, resolve } from "node:path";
 import { CONFIG_KEYS, type ConfigKey } from "./keys.ts";
 import type { RawConfig } from "./schema.ts";
 import { getAt, setAt } from "./tree.ts";
@@ -9,6 +10,23 @@ const RUNTIME = "$AENV_RUNTIME";
 const BASE_KEYS = ["home_path", "runtime_path", "deps_path"];
 /** Lexically normalised, too: cache keys and pins compare its paths as text. */
 const NORMALIZED_KEY = "image.cache.root_dir";
+
+/**
+ * The home beside an executable that was built in a checkout, which `make start` and `make quickstart` use:
+ * undefined when another one is named by `named`, is at `home`, or there is none beside it.
+ */
+export function checkoutHome(
+  home: string,
+  named: string | undefined,
+  executable: string,
+): string | undefined {
+  const beside = resolve(dirname(executable), "../.aenv/home");
+  if ((named !== undefined && named !== "") || existsSync(home) || !existsSync(beside)) return undefined;
+  process.stderr.write(
+    `$AENV_HOME_PATH is not set: looking at ${beside}, where this checkout keeps its state\n`,
+  );
+  return beside;
+}
 
 export interface PathProblem {
   readonly key: string;

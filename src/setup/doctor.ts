@@ -10,9 +10,9 @@ import {
   statfsSync,
   statSync,
 } from "node:fs";
-import { dirname, resolve } from "node:path";
+import { dirname } from "node:path";
 import { parseArgs } from "node:util";
-import { type Environment, parseListenAddress } from "../config/index.ts";
+import { checkoutHome, type Environment, parseListenAddress } from "../config/index.ts";
 import { tryCommand } from "../lib/command.ts";
 import { errorCode } from "../lib/durable.ts";
 import { AenvError, assert } from "../lib/errors.ts";
@@ -584,15 +584,8 @@ function parseFlags(argv: string[]) {
  */
 export function chosenSettings(flags: SettingsFlags, env: Environment, executable: string): Settings {
   const settings = readSettings(flags, env);
-  const beside = resolve(dirname(executable), "../.aenv/home");
-  const named = flags.home ?? env.AENV_HOME_PATH;
-  if ((named !== undefined && named !== "") || existsSync(settings.home) || !existsSync(beside)) {
-    return settings;
-  }
-  process.stderr.write(
-    `$AENV_HOME_PATH is not set: looking at ${beside}, where this checkout keeps its state\n`,
-  );
-  return readSettings({ ...flags, home: beside }, env);
+  const beside = checkoutHome(settings.home, flags.home ?? env.AENV_HOME_PATH, executable);
+  return beside === undefined ? settings : readSettings({ ...flags, home: beside }, env);
 }
 
 /** `agentenv doctor`. Exit codes: 0 all there, 1 something required is missing, 2 wrong usage. */
