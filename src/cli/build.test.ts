@@ -225,12 +225,15 @@ describe("aenv pull", () => {
   });
 
   test("a failure that is the log's last word is told once", async () => {
-    rig.onBuild = (build) => {
-      build.logs.push(entry("registry.example cannot be resolved", "error"));
-      build.status = "error";
-      build.reason = { message: "registry.example cannot be resolved" };
-    };
-    const run = await rig.aenv(["pull", "debian"]);
+    const { build } = working();
+    const running = rig.aenv(["pull", "debian"]);
+    const it = await build;
+    // The log may be read before the outcome is there.
+    it.logs.push(entry("layer 1"), entry("registry.example cannot be resolved", "error"));
+    await Bun.sleep(1_300);
+    it.reason = { message: "registry.example cannot be resolved" };
+    it.status = "error";
+    const run = await running;
     expect(run.err.match(/registry\.example cannot be resolved/g)).toHaveLength(1);
     expect(run.err).toContain("Error: Build failed: registry.example cannot be resolved\n");
   });

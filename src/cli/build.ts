@@ -80,6 +80,11 @@ export async function followBuild(
   let offset = 0;
   let failures = 0;
   let doing = "";
+  let held: string | undefined;
+  const tellHeld = () => {
+    if (held !== undefined) status.note(`error: ${held}`);
+    held = undefined;
+  };
   for (;;) {
     if (stopped.signal.aborted) {
       if (cancel) await cancelBuild(api, templateId, buildId);
@@ -128,14 +133,19 @@ export async function followBuild(
     offset += entries.length;
     for (const entry of entries) {
       if (entry.level === "debug") continue;
-      // What ended the build is told as the outcome, below.
-      if (entry.level === "error" && entry.message === info.reason?.message) continue;
+      // What ends a build is its log's last word, and is told as the outcome: kept until that is known.
+      if (entry.level === "error") {
+        tellHeld();
+        held = entry.message;
+        continue;
+      }
       const problem = entry.level !== "info";
       if (!problem) doing = entry.message;
-      if (showLog) status.note(entry.level === "error" ? `error: ${entry.message}` : entry.message);
+      if (showLog) status.note(entry.message);
       else if (problem || !status.live)
         status.note(problem ? `${entry.level}: ${entry.message}` : entry.message);
     }
+    if (held !== info.reason?.message && (info.status === "error" || info.status === "ready")) tellHeld();
     status.set(`Build status: ${info.status}${status.live && doing !== "" ? ` - ${doing}` : ""}`);
     // The log may have more than one page: read on before believing the end.
     if (entries.length >= LOG_PAGE) continue;
