@@ -353,6 +353,17 @@ test("the server ends in the middle of a command and of an upload", async () => 
   expect((await run(`aenv exec ${id} ls /srv`)).screen).toMatch(/^by\nkept\ntree$/m);
 }, 120_000);
 
+test("template cancel ends a build that a pull, interrupted, left running", async () => {
+  await begin(`aenv pull ${registry.debian} --name half-made --cpu 1 --memory 384`);
+  await tmux.shows(/booting /, 60_000);
+  await tmux.press("C-c");
+  expect(await tmux.status()).toBe(130);
+  expect((await run("aenv template cancel half-made")).status).toBe(0);
+  const ended = await run("aenv template watch half-made");
+  expect(ended.status).toBe(1);
+  expect(ended.screen).toContain("cancelled");
+}, 120_000);
+
 test("delete, of the sandbox and of the template", async () => {
   expect((await run(`aenv delete ${id}`)).screen).toContain(`Deleted sandbox ${id}`);
   expect((await run(`aenv template delete ${TEMPLATE}`)).screen).toContain("Deleted template");
