@@ -162,19 +162,31 @@ export function ublkNodes(): string[] {
 
 /** Threads that hang in the kernel, and what the kernel complained about since `since` (lines of its log). */
 export async function complaints(since = 0): Promise<string[]> {
-  const stuck = readdirSync("/proc")
-    .filter((name) => /^\d+$/.test(name))
-    .flatMap((pid) => {
-      try {
-        const text = readFileSync(`/proc/${pid}/stat`, "latin1");
-        const state = text.slice(text.lastIndexOf(")") + 2)[0];
-        return state === "D" ? [`process in D state: ${text.slice(0, 60)}`] : [];
-      } catch {
-        return []; // gone meanwhile
-      }
-    });
+  let stuck = waitingProcesses();
+  // A kernel worker that clears up after a killed daemon waits for a moment: what goes on waiting is stuck.
+  for (let i = 0; i < 100 && stuck.size > 0; i++) {
+    await Bun.sleep(100);
+    const still = waitingProcesses();
+    stuck = new Map([...stuck].filter(([pid]) => still.has(pid)));
+  }
   const bad = /blocked for more than|BUG:|WARNING:|Oops|Call Trace|soft lockup|general protection/;
-  return [...stuck, ...(await kernelLog()).slice(since).filter((line) => bad.test(line))];
+  return [...stuck.values(), ...(await kernelLog()).slice(since).filter((line) => bad.test(line))];
+}
+
+/** Processes in uninterruptible sleep now, by their ids. */
+function waitingProcesses(): Map<string, string> {
+  const waiting = new Map<string, string>();
+  for (const pid of readdirSync("/proc").filter((name) => /^\d+$/.test(name))) {
+    try {
+      const text = readFileSync(`/proc/${pid}/stat`, "latin1");
+      if (text.slice(text.lastIndexOf(")") + 2)[0] === "D")
+        waiting.set(pid, `process in D state: ${text.slice(0, 60)}`);
+    } catch (error) {
+      // Gone meanwhile.
+      if (!(error instanceof Error)) throw error;
+    }
+  }
+  return waiting;
 }
 
 export async function kernelLog(): Promise<string[]> {
