@@ -77,9 +77,10 @@ if ((${#rig[@]})); then
       for attempt in 1 2 3; do
         before=("$passed" "$failed" "$skipped")
         suite "rig ${file##*/}" 620 --timeout 240000 "./$file"
-        [[ $status == 12[45] ]] || break
+        # In the file with nested guests the emulator also ends those: it has to pass once.
+        [[ $status == 12[45] || ( $status != 0 && $attempt != 3 && $file == */sandbox.test.ts ) ]] || break
         passed=${before[0]} failed=${before[1]} skipped=${before[2]}
-        echo "the rig's machine died, attempt $attempt of 3; its kernel's last words are above"
+        echo "the rig's machine or a guest in it died, attempt $attempt of 3; last words are above"
       done
       if [[ $status == 12[45] ]]; then
         echo "SKIPPED: tests/$file, the emulated machine did not live long enough three times"; skipped=$((skipped + 1))
