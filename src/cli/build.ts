@@ -218,18 +218,23 @@ export async function pull(invocation: Invocation): Promise<number> {
   return followBuild(api, templateID, buildID, timeoutSeconds === undefined ? {} : { timeoutSeconds });
 }
 
-/** `aenv template cancel`: ends the newest build of a template. */
-export async function cancelTemplate({ args }: Invocation): Promise<number> {
-  const api = await Api.open();
-  const templateId = await api.templateId(args[0]!);
+async function newestBuild(api: Api, templateId: string): Promise<string> {
   const { body } = await api.request<{ builds: { buildID: string }[] }>(
     "GET",
     `/templates/${encodeURIComponent(templateId)}`,
   );
   const newest = body.builds[0];
   if (newest === undefined) throw new CliError(`template ${templateId} has no build`);
-  await api.request("DELETE", `/templates/${encodeURIComponent(templateId)}/builds/${newest.buildID}`);
-  print(`Cancelled build ${newest.buildID} of template ${templateId}`);
+  return newest.buildID;
+}
+
+/** `aenv template cancel`: ends the newest build of a template. */
+export async function cancelTemplate({ args }: Invocation): Promise<number> {
+  const api = await Api.open();
+  const templateId = await api.templateId(args[0]!);
+  const buildId = await newestBuild(api, templateId);
+  await api.request("DELETE", `/templates/${encodeURIComponent(templateId)}/builds/${buildId}`);
+  print(`Cancelled build ${buildId} of template ${templateId}`);
   return 0;
 }
 
@@ -237,11 +242,6 @@ export async function cancelTemplate({ args }: Invocation): Promise<number> {
 export async function watchTemplate({ args }: Invocation): Promise<number> {
   const api = await Api.open();
   const templateId = await api.templateId(args[0]!);
-  const { body } = await api.request<{ builds: { buildID: string }[] }>(
-    "GET",
-    `/templates/${encodeURIComponent(templateId)}`,
-  );
-  const newest = body.builds[0];
-  if (newest === undefined) throw new CliError(`template ${templateId} has no build`);
-  return followBuild(api, templateId, newest.buildID);
+  const buildId = await newestBuild(api, templateId);
+  return followBuild(api, templateId, buildId);
 }

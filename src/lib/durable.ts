@@ -21,6 +21,13 @@ export async function syncPath(path: string): Promise<void> {
   }
 }
 
+/** Gives a whole file its name: its bytes are on stable storage before, the name after. */
+export async function publishDurable(temporary: string, path: string): Promise<void> {
+  await syncPath(temporary);
+  await rename(temporary, path);
+  await syncPath(dirname(path));
+}
+
 /** Replaces `path` atomically; a reader sees the old bytes or the new ones, also after a crash. */
 export async function writeDurable(path: string, bytes: string | Uint8Array, mode = 0o600): Promise<void> {
   const temporary = `${path}.${process.pid}.${Bun.randomUUIDv7()}.tmp`;

@@ -20,8 +20,8 @@ import type { LaunchRequest } from "../../tests/vmkit/launch.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import { createQemuDriver, identityMismatch, killVm, type VmLaunchSpec, type VmReference } from "./index.ts";
+import { processLives } from "./process.ts";
 import { bootProbe } from "./qemu/probe.ts";
-import { processLives } from "./qemu/process.ts";
 import { tickMeter } from "./qemu/ticks.ts";
 import { parseQemuVersion } from "./qemu/version.ts";
 

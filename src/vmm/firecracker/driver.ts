@@ -1,12 +1,13 @@
 import { accessSync, constants, existsSync, mkdirSync, rmSync, symlinkSync } from "node:fs";
-import { open, rename, rm } from "node:fs/promises";
-import { dirname, join } from "node:path";
+import { rm } from "node:fs/promises";
+import { join } from "node:path";
 import { tryCommand } from "../../lib/command.ts";
+import { publishDurable } from "../../lib/durable.ts";
 import { AenvError, errorChain } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
-import { endProcess, hostCpu, once, settled } from "../qemu/driver.ts";
-import { readKernelVersion } from "../qemu/kernel.ts";
-import { adoptVmm, readTail, spawnVmm, type VmmProcess } from "../qemu/process.ts";
+import { endProcess, hostCpu, once, settled } from "../common.ts";
+import { readKernelVersion } from "../kernel.ts";
+import { adoptVmm, readTail, spawnVmm, type VmmProcess } from "../process.ts";
 import type {
   VmHandle,
   VmIdentity,
@@ -300,19 +301,7 @@ class FirecrackerHandle implements VmHandle {
         SAVE_TIMEOUT_MS,
       );
       await rm(pages, { force: true });
-      const file = await open(temporary, "r+");
-      try {
-        await file.sync();
-      } finally {
-        await file.close();
-      }
-      await rename(temporary, path);
-      const dir = await open(dirname(path), "r");
-      try {
-        await dir.sync();
-      } finally {
-        await dir.close();
-      }
+      await publishDurable(temporary, path);
     } catch (cause) {
       await Promise.all([rm(temporary, { force: true }), rm(pages, { force: true })]);
       throw new AenvError({

@@ -1,20 +1,15 @@
 import { createHash } from "node:crypto";
-import {
-  accessSync,
-  closeSync,
-  constants,
-  existsSync,
-  openSync,
-  readFileSync,
-  rmSync,
-  statSync,
-} from "node:fs";
-import { mkdtemp, open, rename, rm } from "node:fs/promises";
+import { accessSync, closeSync, constants, existsSync, openSync, rmSync, statSync } from "node:fs";
+import { mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { basename, dirname, join } from "node:path";
 import { tryCommand } from "../../lib/command.ts";
+import { publishDurable } from "../../lib/durable.ts";
 import { AenvError, errorChain } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
+import { endProcess, hostCpu, once, settled } from "../common.ts";
+import { readKernelVersion } from "../kernel.ts";
+import { adoptVmm, readTail, spawnVmm, type VmmProcess } from "../process.ts";
 import type {
   VirtualizationMode,
   VmHandle,
@@ -26,9 +21,7 @@ import type {
   VmRestoreSpec,
 } from "../types.ts";
 import { cpuModel, effectiveVcpus, type QemuInstallation, qemuCommand } from "./command.ts";
-import { readKernelVersion } from "./kernel.ts";
 import { type ModeVerdict, probeKvm } from "./probe.ts";
-import { adoptVmm, readTail, spawnVmm, type VmmProcess } from "./process.ts";
 import { connectQmp, type QmpClient, type QmpEvent } from "./qmp.ts";
 import { tickMeter } from "./ticks.ts";
 import { parseQemuVersion } from "./version.ts";
@@ -69,32 +62,6 @@ export async function killVm(reference: VmReference, graceMs = 2000): Promise<vo
   const vmm = adoptVmm(reference.pid, reference.startTimeTicks, join(reference.workDir, STDERR_LOG));
   if (vmm !== undefined) await endProcess(vmm, vmm.exited, graceMs);
   removeControlSocket(reference.controlSocketPath);
-}
-
-/** SIGTERM, after the grace SIGKILL, until it is gone. */
-export async function endProcess(vmm: VmmProcess, exited: Promise<unknown>, graceMs: number): Promise<void> {
-  if (graceMs > 0) {
-    const deadline = performance.now() + graceMs;
-    vmm.signal("SIGTERM");
-    while (performance.now() < deadline) {
-      if (await settled(exited, 20)) return;
-      vmm.poke();
-    }
-  }
-  vmm.signal("SIGKILL");
-  while (!(await settled(exited, 20))) vmm.poke();
-}
-
-/** A promise made at first use; one that failed is made anew next time. */
-export function once<T>(make: () => Promise<T>): () => Promise<T> {
-  let made: Promise<T> | undefined;
-  return () => {
-    made ??= make().catch((error: unknown) => {
-      made = undefined;
-      throw error;
-    });
-    return made;
-  };
 }
 
 class QemuDriver implements VmmDriver {
@@ -385,27 +352,6 @@ function removeControlSocket(path: string): void {
   if (basename(dir).startsWith("aenv-qmp-")) rmSync(dir, { recursive: true, force: true });
 }
 
-/** Vendor, family, model, stepping: what a guest on `-cpu host` may not see changed. */
-export function hostCpu(): string {
-  const text = readFileSync("/proc/cpuinfo", "utf8");
-  const field = (name: string): string =>
-    new RegExp(`^${name}\\s*:\\s*(.*)$`, "m").exec(text)?.[1]?.trim() ?? "unknown";
-  return `host:${field("vendor_id")}-${field("cpu family")}-${field("model")}-${field("stepping")}`;
-}
-
-/** Whether a promise settled within the time. */
-export async function settled(promise: Promise<unknown>, timeoutMs: number): Promise<boolean> {
-  let timer: ReturnType<typeof setTimeout> | undefined;
-  const late = new Promise<false>((resolve) => {
-    timer = setTimeout(() => resolve(false), timeoutMs);
-  });
-  try {
-    return await Promise.race([promise.then(() => true as const), late]);
-  } finally {
-    clearTimeout(timer);
-  }
-}
-
 class QemuHandle implements VmHandle {
   readonly reference: VmReference;
   readonly exited: VmHandle["exited"];
@@ -518,19 +464,7 @@ class QemuHandle implements VmHandle {
     const temporary = `${path}.tmp`;
     try {
       await qmp.execute("xen-save-devices-state", { filename: temporary, live: false });
-      const file = await open(temporary, "r+");
-      try {
-        await file.sync();
-      } finally {
-        await file.close();
-      }
-      await rename(temporary, path);
-      const dir = await open(dirname(path), "r");
-      try {
-        await dir.sync();
-      } finally {
-        await dir.close();
-      }
+      await publishDurable(temporary, path);
     } catch (cause) {
       await rm(temporary, { force: true });
       throw new AenvError({

@@ -1,5 +1,5 @@
 import { open } from "node:fs/promises";
-import { AenvError } from "../../lib/errors.ts";
+import { AenvError } from "../lib/errors.ts";
 
 /** The banner every Linux image carries: `Linux version 6.12.95+deb12-cloud-amd64 (…`. */
 const BANNER = "Linux version ";

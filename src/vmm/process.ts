@@ -1,7 +1,7 @@
 import { closeSync, openSync, readFileSync, readSync, statSync } from "node:fs";
-import { openPidfd, signalPidfd } from "../../../ffi/process.ts";
-import { AenvError } from "../../lib/errors.ts";
-import type { VmExit } from "../types.ts";
+import { openPidfd, signalPidfd } from "../../ffi/process.ts";
+import { AenvError } from "../lib/errors.ts";
+import type { VmExit } from "./types.ts";
 
 /**
  * One VMM process. It has its own session and is not tied to our life; our own children are watched by
