@@ -23,6 +23,9 @@ export class ShellInput {
   /** The terminal is not read for now. */
   #full = false;
   #held = false;
+  /** What is queued is still sent, then the stream is ended. */
+  #ending = false;
+  readonly #running: Promise<void>;
   #wake: () => void = () => undefined;
 
   constructor(
@@ -33,7 +36,7 @@ export class ShellInput {
     this.#target = target;
     this.#pid = pid;
     this.#flow = flow;
-    void this.#run();
+    this.#running = this.#run();
   }
 
   send(bytes: Uint8Array): void {
@@ -54,6 +57,17 @@ export class ShellInput {
   release(): void {
     this.#held = false;
     this.#wake();
+  }
+
+  /** Sends what is queued and closes. Resolves when the sandbox has taken it, or when the time is over. */
+  async finish(ms: number): Promise<void> {
+    this.#ending = true;
+    this.#wake();
+    const late = Promise.withResolvers<void>();
+    const timer = setTimeout(late.resolve, ms);
+    await Promise.race([this.#running, late.promise]);
+    clearTimeout(timer);
+    this.close();
   }
 
   close(): void {
@@ -83,7 +97,7 @@ export class ShellInput {
         // The session notices a dead sandbox by its own means; keys are kept for the next stream.
         if (!(error instanceof AgentError)) throw error;
       }
-      if (this.#isClosed) return;
+      if (this.#isClosed || (this.#ending && this.#queue.length === 0)) return;
       await Bun.sleep(REOPEN_DELAY_MS);
       if (this.#queue.length > 0 && !this.#held && !this.#isClosed) await this.#singleCall();
     }
@@ -99,6 +113,7 @@ export class ShellInput {
       }
       const until = performance.now() + KEEPALIVE_MS;
       while (this.#queue.length === 0 || this.#held) {
+        if (this.#ending) return undefined;
         const left = until - performance.now();
         if (left <= 0) return encodeInputKeepalive();
         if (!(await this.#keys(left, broken.signal))) return undefined;

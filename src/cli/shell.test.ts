@@ -299,6 +299,17 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     await gone.shows("[rc 1 same]");
   });
 
+  test("what is typed right before the detach keys still arrives", async () => {
+    const id = rig.sandbox();
+    const terminal = await connect(id);
+    terminal.type("kept=late-$((20 + 2))\r\x1d\x1d");
+    await terminal.shows("[rc 0 same]");
+    const pid = / --pid (\d+)/.exec(terminal.screen())?.[1];
+    const again = rig.terminal(around(`cn ${id} --pid ${pid}`));
+    again.type("echo $kept; exit\r");
+    await again.shows("late-22\r\n");
+  });
+
   test("top goes on over a restart of the server and leaves the terminal as it was", async () => {
     rig.records.clear();
     const id = rig.sandbox();

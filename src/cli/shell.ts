@@ -37,6 +37,8 @@ const AGENT_WAIT_MS = 30_000;
 const AGENT_PROBE_MS = 500;
 const AGENT_PROBE_PAUSE_MS = 100;
 const SHELL_START_MS = 30_000;
+/** So long a detach waits for keys that are still under way. */
+const LAST_KEYS_MS = 3_000;
 
 const RESIZE_POLL_MS = 250;
 const REATTACH_PAUSE_MS = 500;
@@ -336,7 +338,8 @@ class Session {
     const detach = new DetachDetector(
       this.#options.detachKeys,
       (bytes) => this.#onKeys(bytes),
-      () => this.#outcome.resolve({ kind: "detached" }),
+      // What was typed before it is the shell's.
+      () => void input.finish(LAST_KEYS_MS).then(() => this.#outcome.resolve({ kind: "detached" })),
     );
     cleanup.use(detach);
     const onKeys = (bytes: Buffer) => detach.typed(bytes);

@@ -29,13 +29,18 @@ beforeAll(async () => {
     stdout: "pipe",
     stderr: "inherit",
   });
-  for await (const chunk of server.stdout) {
-    const port = /port (\d+)/.exec(Buffer.from(chunk).toString())?.[1];
-    if (port === undefined) continue;
-    base = `http://127.0.0.1:${port}`;
-    return;
-  }
-  throw new Error("the server did not start");
+  // Read on: a server whose output is closed ends with its next word.
+  const port = Promise.withResolvers<string>();
+  (async () => {
+    let said = "";
+    for await (const chunk of server.stdout) {
+      said += Buffer.from(chunk).toString();
+      const told = /port (\d+)\n/.exec(said)?.[1];
+      if (told !== undefined) port.resolve(told);
+    }
+    port.reject(new Error(`the server ended: ${said}`));
+  })().catch(port.reject);
+  base = `http://127.0.0.1:${await port.promise}`;
 });
 
 afterAll(async () => {
