@@ -14,11 +14,11 @@ note() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 scripts/bootstrap.sh useful
 
 note "lint"
-if scripts/lint.sh; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+if scripts/lint.sh; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "lint" > "$work/lint.failures"; fi
 
 note "guest kernel, initrd and VMM for the microVM tests"
 export AENV_TEST_HOME=${AENV_TEST_HOME:-$PWD/.aenv/home}
-if dist/agentenv setup --home "$AENV_TEST_HOME"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "microVM tests cannot run without it"; fi
+if dist/agentenv setup --home "$AENV_TEST_HOME"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "setup: microVM tests cannot run without it" | tee "$work/setup.failures"; fi
 
 # One process per file group: a crash of one file is that file's failure. The counts come from bun's own report.
 suite() { # name, timeout seconds, bun test arguments; $runner: what they run under
@@ -35,9 +35,13 @@ count() { # name, status
   p=$(sed -nE 's/^ *([0-9]+) pass$/\1/p' "$log" | tail -1) f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
   s=$(sed -nE 's/^ *([0-9]+) skip$/\1/p' "$log" | tail -1) t=$(grep -cE '^Ran [0-9]+ tests? across' "$log")
   passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
+  # the name of each failed test, with the last error printed before it
+  awk -v suite="$name" '/^error: /{why = $0} /^\(fail\) /{sub(/^\(fail\) /, ""); sub(/ \[[0-9.]+ms\]$/, "")
+    if (!($0 in seen)) print suite ": " $0 (why ? "\n    " substr(why, 1, 300) : ""); seen[$0] = 1; why = ""}
+    /^\(pass\) /{why = ""}' "$log" > "$work/$name.failures"
   # No summary (killed, exited early) or a bad status without a counted failure is a failure of its own.
   if [[ $t == 0 || ( $rc != 0 && ${f:-0} == 0 ) ]]; then
-    echo "suite $name ended with status $rc and without a complete report"; failed=$((failed + 1))
+    echo "suite $name ended with status $rc and without a complete report" | tee -a "$work/$name.failures"; failed=$((failed + 1))
   fi
 }
 
@@ -49,7 +53,7 @@ mapfile -t agent < <(find tests/agent -name '*.test.ts' | grep -F -- "$filter" |
 if ((${#agent[@]})); then
   # The suite of the guest agent once more, against a build that stops at the first bad access.
   if make -s build/san/envd; then AENV_ENVD=build/san/envd suite "agent under sanitizers" 400 --timeout 60000 "${agent[@]/#/./}"
-  else failed=$((failed + 1)); fi
+  else failed=$((failed + 1)); echo "build of the agent with sanitizers" > "$work/san.failures"; fi
 fi
 # Fuzzing takes what the microVM tests leave of the processors; its report follows theirs.
 mapfile -t fuzz < <(find tests/fuzz -name '*.test.ts' | grep -F -- "$filter" | sort)
@@ -84,6 +88,7 @@ if ((${#rig[@]})); then
       done
       if [[ $status == 12[45] ]]; then
         echo "SKIPPED: tests/$file, the emulated machine did not live long enough three times"; skipped=$((skipped + 1))
+        rm -f "$work/rig ${file##*/}.failures"
       fi
       runner=()
     done
@@ -93,5 +98,8 @@ if ((${#rig[@]})); then
 fi
 
 note "the end"
+# What failed, once more: the last lines of a long log are those that people see first.
+failures=$(cat "$work"/*.failures 2> /dev/null | head -120)
+[[ -z $failures ]] || printf '\nfailed:\n%s\n' "$failures"
 printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
 ((failed == 0))
