@@ -372,6 +372,7 @@ static void conn_process(conn *c) {
     return;
   }
   c->busy = true;
+again:
   while (!c->closed) {
     if (c->out.oom || c->in.oom || c->collect.oom) {
       http_abort(c);
@@ -443,7 +444,11 @@ static void conn_process(conn *c) {
     }
     break;
   }
-  if (!c->closed) conn_flush(c);
+  if (!c->closed && !sent_all(c)) {
+    conn_flush(c);
+    // The last of an answer left just now: no event would tell, and the exchange would never end.
+    if (!c->closed && sent_all(c) && c->in_request && c->resp_done) goto again;
+  }
   if (!c->closed && c->eof && !c->lingering) {
     bool reading = !c->in_request || (!c->body_done && !c->body_paused);
     if (c->streaming || reading) conn_close(c); // nobody left to answer, or a body that will never end

@@ -33,6 +33,20 @@ test("keep-alive, pipelining, HTTP/1.0 and HEAD", async () => {
   expect(head.endsWith("\r\n\r\n")).toBe(true);
 });
 
+test("after a download of any size the connection takes the next request", async () => {
+  for (const kib of [256, 1024, 1280, 1536, 2048, 2049, 3072, 8192]) {
+    const path = `${agent.dir}/download-${kib}`;
+    await Bun.write(path, new Uint8Array(kib << 10).fill(10)); // each answer begins a line
+    const get = `GET /files?path=${path} HTTP/1.1\r\nHost: x\r\n\r\n`;
+    for (let round = 0; round < 4; round++) {
+      // What is left to read is the answer to the second request: it follows the whole first one.
+      const answer = await raw(agent, `${get}GET /health HTTP/1.1\r\n${close}`);
+      expect({ kib, answers: status(answer) }).toEqual({ kib, answers: [200, 204] });
+      expect(answer.length).toBeGreaterThan(kib << 10);
+    }
+  }
+});
+
 test("a request that arrives byte by byte", async () => {
   const text = `POST /process.Process/List HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n${close}1;x=y\r\n{\r\n1\r\n}\r\n0\r\nTrailer: 1\r\n\r\n`;
   const answer = await new Promise<string>((done, failed) => {
