@@ -101,6 +101,10 @@ export interface VmReference {
   readonly memoryFile: string;
   /** The memory is no mapping of the file but anonymous: a first boot where the VMM cannot map one. */
   readonly anonymousMemory?: true;
+  /** The memory file's name as the VMM sees it, where that is another one than the host's. */
+  readonly memoryMappedAs?: string;
+  /** Directory on the host of what the VMM is shut in with. Absent: it is not. */
+  readonly jailDir?: string;
 }
 
 export interface VmHandle extends AsyncDisposable {
