@@ -17,8 +17,10 @@ ENVD_SRC := $(wildcard c/envd/*.c)
 ENVD_HDR := $(wildcard c/envd/*.h)
 EXT4_SRC := $(wildcard c/ext4/*.c)
 EXT4_HDR := $(wildcard c/ext4/*.h)
+JAIL_SRC := $(wildcard c/jail/*.c)
+JAIL_HDR := $(wildcard c/jail/*.h)
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
-NATIVE := build/libaenv.so build/envd build/aenv-ext4
+NATIVE := build/libaenv.so build/envd build/aenv-ext4 build/aenv-jail
 
 .PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check try-fresh try-image deb release
 
@@ -122,6 +124,13 @@ build/aenv-ext4: $(EXT4_SRC) $(EXT4_HDR) | .tools/ready
 	@mkdir -p build
 	@echo "  CC      $@"
 	@$(CC) $(CFLAGS) -static -o $@.tmp $(EXT4_SRC) -lext2fs -lcom_err -lpthread
+	@mv $@.tmp $@
+
+build/aenv-jail: $(JAIL_SRC) $(JAIL_HDR) | .tools/ready
+	@mkdir -p build
+	@echo "  CC      $@"
+	@$(GUEST_CC) $(CFLAGS) -static -s -idirafter /usr/include -idirafter /usr/include/$$($(CC) -print-multiarch) \
+	  -o $@.tmp $(JAIL_SRC)
 	@mv $@.tmp $@
 
 sanitize: build/san/libaenv.so build/san/envd build/san/aenv-ext4 ## the C parts with ASan and UBSan

@@ -2,10 +2,11 @@ import { constants } from "node:os";
 import { check } from "./errno.ts";
 import { bindShim } from "./lib.ts";
 
-/** Bindings of c/shim/process.h: processes by handle. */
+/** Bindings of c/shim/process.h: processes by handle, named pipes. */
 const shim = bindShim({
   aenv_pidfd_open: { args: ["i32"], returns: "i32" },
   aenv_pidfd_signal: { args: ["i32", "i32"], returns: "i32" },
+  aenv_mkfifo: { args: ["ptr", "u32"], returns: "i32" },
 });
 
 /** A descriptor for a process (close it); undefined when there is no such process. */
@@ -19,5 +20,13 @@ export function signalPidfd(pidfd: number, signal: "SIGTERM" | "SIGKILL"): boole
   const result = shim.aenv_pidfd_signal(pidfd, constants.signals[signal]);
   if (result === -constants.errno.ESRCH) return false;
   check(result, `sending ${signal}`);
+  return true;
+}
+
+/** Makes a named pipe; false when the name is taken. */
+export function makeFifo(path: string, mode = 0o600): boolean {
+  const result = shim.aenv_mkfifo(Buffer.from(`${path}\0`), mode);
+  if (result === -constants.errno.EEXIST) return false;
+  check(result, `making the pipe ${path}`);
   return true;
 }

@@ -20,3 +20,7 @@ declare module "*/build/aenv-ext4" {
   const path: string;
   export default path;
 }
+declare module "*/build/aenv-jail" {
+  const path: string;
+  export default path;
+}

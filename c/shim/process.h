@@ -1,4 +1,4 @@
-/* Processes by handle instead of by number, so that a reused pid is never signalled. */
+/* Processes by handle instead of by number, so that a reused pid is never signalled; and pipes to them by name. */
 #ifndef AENV_PROCESS_H
 #define AENV_PROCESS_H
 
@@ -9,5 +9,8 @@ __attribute__((visibility("default"))) int32_t aenv_pidfd_open(int32_t pid);
 
 /* Sends a signal (0 only asks); -ESRCH when the process has ended. */
 __attribute__((visibility("default"))) int32_t aenv_pidfd_signal(int32_t pidfd, int32_t signal);
+
+/* Makes a named pipe; -EEXIST when the name is taken. */
+__attribute__((visibility("default"))) int32_t aenv_mkfifo(const char *path, uint32_t mode);
 
 #endif

@@ -2,6 +2,7 @@ import { createHash } from "node:crypto";
 import { chmodSync, mkdirSync, readFileSync, renameSync, statSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import ext4Path from "../../build/aenv-ext4" with { type: "file" };
+import jailPath from "../../build/aenv-jail" with { type: "file" };
 import envdPath from "../../build/envd" with { type: "file" };
 
 /** Native helpers embedded in the executable. */
@@ -10,6 +11,8 @@ const ASSETS = {
   envd: envdPath,
   /** Writes tar entries into an ext4 file system over NBD, static. */
   "aenv-ext4": ext4Path,
+  /** Shuts a VMM in before it starts, static. */
+  "aenv-jail": jailPath,
 } as const;
 
 export type AssetName = keyof typeof ASSETS;
