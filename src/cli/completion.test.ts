@@ -104,7 +104,7 @@ describe("candidates", () => {
         rig.login(url);
         const from = performance.now();
         expect(await complete(["delete", ""])).toEqual(none);
-        expect(performance.now() - from).toBeLessThan(2_500);
+        expect(performance.now() - from).toBeLessThan(10_000);
       }
       rig.login(rig.url, "wrong");
       expect(await complete(["delete", ""])).toEqual(none);

@@ -79,7 +79,7 @@ describe("ends of processes", () => {
     const began = performance.now();
     const error = await sandbox.commands.run(spinners, { timeoutMs: 700 }).catch((e: unknown) => e);
     expect(error).toBeInstanceOf(TimeoutError);
-    expect(performance.now() - began).toBeLessThan(3000);
+    expect(performance.now() - began).toBeLessThan(30_000);
     await eventually("all gone", () => alive(word).length === 0);
 
     const command = await sandbox.commands.run(spinners, { background: true });

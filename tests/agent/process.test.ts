@@ -282,7 +282,7 @@ test("SendSignal: only TERM and KILL; the end follows the process, not a pipe a 
   expect((await call(agent, `${P}/SendSignal`, { process, signal: 15 })).status).toBe(200);
   const r = await reading;
   expect(r.end).toEqual({ exitCode: -1, status: "signal: terminated", error: "signal: terminated" });
-  expect(Date.now() - started).toBeLessThan(2000);
+  expect(Date.now() - started).toBeLessThan(10_000);
   expect((await call(agent, `${P}/SendSignal`, { process, signal: "SIGNAL_SIGTERM" })).status).toBe(404);
 });
 
@@ -299,7 +299,7 @@ test("Connect-Timeout-Ms limits the life of the process", async () => {
   expect(r.stdout).toBe("on\n");
   expect(r.error?.code).toBe("deadline_exceeded");
   expect(r.end).toBeUndefined();
-  expect(Date.now() - started).toBeLessThan(3000);
+  expect(Date.now() - started).toBeLessThan(15_000);
   await eventually(
     "killed",
     async () => !JSON.stringify((await call(agent, `${P}/List`, {})).body).includes("limited"),

@@ -165,7 +165,7 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
         for (let i = 0; i < 100 && (await counter(id)) <= count; i++) await Bun.sleep(100);
         expect(await counter(id)).toBeGreaterThan(count);
         const seconds = Number(await node.sh(id, "date +%s"));
-        expect(Math.abs(seconds - Date.now() / 1000)).toBeLessThan(2);
+        expect(Math.abs(seconds - Date.now() / 1000)).toBeLessThan(5);
       }
       // Children that were ready are ours now.
       for (const { id } of known) if (!ids.includes(id)) await node.orchestrator.kill(id);
@@ -353,7 +353,7 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
       damage(join(root, readdirSync(root)[0]!));
       const began = performance.now();
       const error = await node.orchestrator.resume(id, 60).catch((thrown: unknown) => thrown);
-      expect(performance.now() - began).toBeLessThan(5000);
+      expect(performance.now() - began).toBeLessThan(20_000);
       expect(error).toMatchObject({
         message: expect.stringContaining("stays paused"),
         remediation: expect.any(String),

@@ -56,7 +56,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
       await node.orchestrator.pause(id);
       await node.orchestrator.resume(id, 600);
       const seconds = Number(await node.sh(id, "date +%s"));
-      expect(Math.abs(seconds - Date.now() / 1000)).toBeLessThan(2);
+      expect(Math.abs(seconds - Date.now() / 1000)).toBeLessThan(5);
       for (const [i, sum] of sums.entries()) expect(await node.sh(id, `sha256sum < /f${i}`)).toBe(sum);
       expect(await node.sh(id, "sha256sum < /dev/shm/m")).toBe(memory);
     }
@@ -91,7 +91,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
       const error = await node.orchestrator.pause(id).catch((thrown: unknown) => thrown);
       expect(error).toMatchObject({ code: "pause_failed", message: expect.stringContaining("EROFS") });
       expect(await node.sh(id, "echo alive")).toBe("alive");
-      expect(performance.now() - began).toBeLessThan(5000);
+      expect(performance.now() - began).toBeLessThan(20_000);
       expect(node.orchestrator.get(id).state).toBe("running");
     } finally {
       await runCommand(["mount", "-o", "remount,rw", stateDir]);
