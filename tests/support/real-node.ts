@@ -31,7 +31,8 @@ import { type SupervisedBlockd, superviseBlockd } from "../../src/storage/blockd
 import { createLayerWriter } from "../../src/storage/overlaybd/index.ts";
 import { createTemplateService, type TemplateService } from "../../src/template/index.ts";
 import { createQemuDriver } from "../../src/vmm/index.ts";
-import type { DriveRateLimit } from "../../src/vmm/types.ts";
+import type { DriveRateLimit, VmmDriver } from "../../src/vmm/types.ts";
+import { processes } from "./proc.ts";
 
 /*
  * The rooms below the API with real VMs, put together as the server does, without its HTTP side and with
@@ -127,6 +128,8 @@ export async function startRealNode(options: {
   readonly diskRateLimit?: DriveRateLimit;
   /** Static programs for the image's /bin: name to file. */
   readonly programs?: Readonly<Record<string, string>>;
+  /** Stands between the node and its VMM. */
+  readonly vmm?: (driver: VmmDriver) => VmmDriver;
 }): Promise<RealNode> {
   const log = options.log ?? createLogger("test");
   if (options.log === undefined) log.level = process.env.AENV_TEST_LOG ?? "silent";
@@ -135,7 +138,7 @@ export async function startRealNode(options: {
   const stateDir = options.stateDir ?? join(home, "state");
   await using stack = new AsyncDisposableStack();
   const runtime = await resolveRuntime({ depsDir: options.deps, log, progress: () => undefined });
-  const vmm = createQemuDriver({
+  const qemu = createQemuDriver({
     ...runtime.qemu,
     mode: "tcg",
     kernelPath: runtime.kernelPath,
@@ -143,6 +146,7 @@ export async function startRealNode(options: {
     probeCacheDir: join(home, "cache"),
     log,
   });
+  const vmm = options.vmm?.(qemu) ?? qemu;
   const blockd = stack.use(
     await superviseBlockd(
       {
@@ -228,7 +232,7 @@ export async function startRealNode(options: {
         cmd: "/bin/sh",
         args: ["-c", script],
         user: "root",
-        timeoutMs: 30_000,
+        timeoutMs: 120_000,
       });
       if (outcome.exitCode !== 0) throw new Error(`exit code ${outcome.exitCode}: ${outcome.stderr}`);
       return outcome.stdout.trim();
@@ -262,10 +266,7 @@ export async function leftovers(node: {
   readonly runtimeDir: string;
 }): Promise<string[]> {
   const found: string[] = [];
-  for (const pid of new Bun.Glob("[0-9]*/cmdline").scanSync({ cwd: "/proc", onlyFiles: true })) {
-    const command = await Bun.file(`/proc/${pid}`)
-      .text()
-      .catch(() => "");
+  for (const { command } of processes()) {
     const ours = command.includes(`${node.home}/`) || command.includes(`${node.runtimeDir}/`);
     if (ours && command.includes("qemu-system")) found.push(command.slice(0, 60));
   }
