@@ -1,6 +1,7 @@
 import { mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
+import { processes } from "./proc.ts";
 
 const ROOT = resolve(import.meta.dir, "../..");
 /** In the rig everything is emulated. */
@@ -199,7 +200,7 @@ function freePort(): number {
 /** Host objects that belong to a server with this runtime directory and home. */
 export async function hostObjects(server: TestServer): Promise<string[]> {
   const found: string[] = [];
-  for (const pid of await pidsMentioning([server.home, server.runtime])) {
+  for (const pid of pidsMentioning([server.home, server.runtime])) {
     const command = (await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "")).replaceAll("\0", " ");
     // The tests' own registry keeps its files in the server's home.
     if (command.startsWith("docker-registry ")) continue;
@@ -247,14 +248,8 @@ export const asServiceUser: NonNullable<TestServerOptions["launch"]> = (
   return ["unshare", "--mount", "/bin/sh", "-c", `${variables}\n${script}`, "sh", ...args];
 };
 
-async function pidsMentioning(texts: readonly string[]): Promise<number[]> {
-  const pids: number[] = [];
-  for (const entry of new Bun.Glob("[0-9]*").scanSync({ cwd: "/proc", onlyFiles: false })) {
-    const pid = Number(entry);
-    if (pid === process.pid) continue;
-    // A process may end between the listing and the look.
-    const command = await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "");
-    if (texts.some((text) => command.includes(text))) pids.push(pid);
-  }
-  return pids;
+function pidsMentioning(texts: readonly string[]): number[] {
+  return processes()
+    .filter(({ pid, command }) => pid !== process.pid && texts.some((text) => command.includes(text)))
+    .map(({ pid }) => pid);
 }
