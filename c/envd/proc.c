@@ -550,6 +550,18 @@ static int exec_command(const char *cmd, char **argv, char **envp, const char *p
   return best;
 }
 
+// What the caller reads of a command that could not be started. It has exit code 127 or 126, as from a shell.
+static const char *why_not(const char *cmd, int e) {
+  const char *base = strrchr(cmd, '/');
+  base = base ? base + 1 : cmd;
+  if (e != ENOENT) return strerror(e);
+  if ((!strcmp(base, "bash") || !strcmp(base, "sh")) && access("/bin/bash", F_OK) && access("/bin/sh", F_OK))
+    return "no shell in image";
+  // A file that is there: the kernel misses what it names, e.g. the loader of a program that is not static.
+  if (strchr(cmd, '/') && !access(cmd, F_OK)) return "its interpreter or loader is not in the image";
+  return "command not found";
+}
+
 typedef struct {
   char **argv, **envp;
   const char *cmd, *path, *cwd;
@@ -596,7 +608,13 @@ static void child_main(const agent *ag, const launch *l) {
   // The caller is told "started" here; the command's own failure shows like a shell would show it.
   if (close(l->report)) _exit(126);
   int e = exec_command(l->cmd, l->argv, l->envp, l->path);
-  dprintf(2, "%s: %s\n", l->cmd, e == ENOENT ? "command not found" : strerror(e));
+  // The SDKs start all that they start with bash: where the image has none, its sh has to do.
+  if (e == ENOENT && !strcmp(l->cmd, "/bin/bash") && access(l->cmd, F_OK)) {
+    l->argv[0] = (char *)"/bin/sh";
+    execve(l->argv[0], l->argv, l->envp);
+    if (errno != ENOENT) e = errno;
+  }
+  dprintf(2, "%s: %s\n", l->cmd, why_not(l->cmd, e));
   _exit(e == ENOENT ? 127 : 126);
 }
 

@@ -1,4 +1,5 @@
 import { afterAll, beforeAll, expect, test } from "bun:test";
+import { chmodSync, copyFileSync, mkdtempSync, rmSync } from "node:fs";
 import protobuf from "protobufjs";
 import {
   type Agent,
@@ -55,6 +56,36 @@ test("a command that cannot be run ends like in a shell", async () => {
   const denied = await run(agent, { process: { cmd: "/etc/passwd" } });
   expect(denied.end?.exitCode).toBe(126);
   expect(denied.stderr).toContain("Permission denied");
+});
+
+test("FR-63: images without bash, without any shell, without a program's loader", async () => {
+  const from = mkdtempSync("/tmp/guest-agent-bin-");
+  try {
+    // All programs of this machine are hidden from the agent.
+    const hidden = () => ["unshare", "--mount", "sh", "-c", `mount --bind ${from} /bin && exec "$@"`, "sh"];
+    const echo = { process: { cmd: "/bin/bash", args: ["-l", "-c", 'echo "$0" "$@"', "name", "a b"] } };
+    {
+      await using bare = await startAgent([], hidden);
+      for (const cmd of ["/bin/bash", "/bin/sh", "sh"]) {
+        const none = await run(bare, { process: { ...echo.process, cmd } });
+        expect(none).toMatchObject({ end: { exitCode: 127 }, stderr: `${cmd}: no shell in image\n` });
+      }
+      const other = await run(bare, { process: { cmd: "/bin/other" } });
+      expect(other).toMatchObject({ end: { exitCode: 127 }, stderr: "/bin/other: command not found\n" });
+      await Bun.write(`${from}/script`, "#!/bin/no-such-interpreter\n");
+      chmodSync(`${from}/script`, 0o755);
+      const script = await run(bare, { process: { cmd: "/bin/script" } });
+      expect(script.end?.exitCode).toBe(127);
+      expect(script.stderr).toBe("/bin/script: its interpreter or loader is not in the image\n");
+    }
+    copyFileSync(Bun.which("busybox")!, `${from}/sh`);
+    await using small = await startAgent([], hidden);
+    expect((await run(small, echo)).stdout).toBe("name a b\n");
+    const bash = await run(small, { process: { cmd: "bash" } });
+    expect(bash).toMatchObject({ end: { exitCode: 127 }, stderr: "bash: command not found\n" });
+  } finally {
+    rmSync(from, { recursive: true });
+  }
 });
 
 test("a script without #! line is run by /bin/sh", async () => {
