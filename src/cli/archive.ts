@@ -170,7 +170,7 @@ export async function uploadArchive(plan: UploadPlan, transfer: Transfer): Promi
   const finished = ended(child, "tar", note);
   // Awaited below, after the stream that it ends.
   finished.catch(() => undefined);
-  async function* packed(): AsyncGenerator<Uint8Array> {
+  async function* packed(): AsyncGenerator<Buffer, void> {
     for await (const chunk of child.stdout!) {
       transfer.moved((chunk as Buffer).length);
       yield chunk as Buffer;
@@ -178,12 +178,17 @@ export async function uploadArchive(plan: UploadPlan, transfer: Transfer): Promi
     // An archive that is not whole must not look as if it were.
     await finished;
   }
+  // Reading begins before anything else: when a process ends, output that nobody has begun to read is thrown
+  // away, and a small archive would arrive empty.
+  const chunks = packed();
+  let first: Promise<IteratorResult<Buffer, void>> | undefined = chunks.next();
+  first.catch(() => undefined);
   try {
-    const chunks = packed();
     const stream = new ReadableStream<Uint8Array>(
       {
         async pull(controller) {
-          const { value, done } = await chunks.next();
+          const { value, done } = await (first ?? chunks.next());
+          first = undefined;
           if (done === true) controller.close();
           else controller.enqueue(value);
         },
@@ -195,7 +200,8 @@ export async function uploadArchive(plan: UploadPlan, transfer: Transfer): Promi
     await finished;
     await remoteScript(plan.target, UNPACK, [archive, name, plan.remote], transfer.signal);
   } catch (error) {
-    // When tar broke the stream, its own words are the reason.
+    // When tar broke the stream, its own words are the reason. It is not over before its output is.
+    child.stdout!.destroy();
     const own = child.exitCode === null ? undefined : await finished.catch((failed: unknown) => failed);
     child.kill("SIGKILL");
     await remove(plan.target, archive).catch((left: unknown) => {
