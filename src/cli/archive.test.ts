@@ -56,8 +56,8 @@ function archive(members: readonly Member[]): Buffer {
   return Buffer.concat([...parts, Buffer.alloc(1024)]);
 }
 
-/** The agent of a sandbox that sends what it likes, whatever it is asked to run. */
-function hostile(stdout: Buffer) {
+/** The agent of a sandbox that sends what it likes, whatever it is asked to run; `files` answers uploads. */
+function hostile(stdout: Buffer, files: (body: Buffer) => Response = () => new Response()) {
   const frame = (payload: Uint8Array, flags = 0) => {
     const head = Buffer.alloc(5);
     head[0] = flags;
@@ -82,8 +82,14 @@ function hostile(stdout: Buffer) {
   const server = Bun.serve({
     hostname: "127.0.0.1",
     port: 0,
-    fetch: () =>
-      new Response(Buffer.concat(chunks), { headers: { "content-type": "application/connect+proto" } }),
+    fetch: async (request) => {
+      const { pathname } = new URL(request.url);
+      if (pathname === "/held") await Bun.sleep(300);
+      if (pathname === "/files") return files(Buffer.from(await request.arrayBuffer()));
+      return new Response(Buffer.concat(chunks), {
+        headers: { "content-type": "application/connect+proto" },
+      });
+    },
   });
   return {
     target: { url: `http://127.0.0.1:${server.port}`, sandboxId: "x" },
@@ -228,6 +234,44 @@ describe("aenv download --preserve from a hostile sandbox", () => {
     expect(words(error)).toContain("tar failed");
     expect(words(error)).toContain("tar archive");
     expect(readdirSync(join(dir, "near"))).toEqual([]);
+  });
+});
+
+describe("aenv upload --preserve", () => {
+  /** Uploads a link, in a process that may have one connection alone and keeps it until tar has ended. */
+  async function upload(answer: (archive: Buffer) => Response): Promise<string> {
+    await using agent = hostile(Buffer.alloc(0), answer);
+    symlinkSync("elsewhere", join(dir, "link"));
+    const plan = { target: agent.target, local: join(dir, "link"), remote: "/far/link" };
+    const script = `import { uploadArchive } from ${JSON.stringify(join(import.meta.dir, "archive.ts"))};
+      import { Transfer } from ${JSON.stringify(join(import.meta.dir, "progress.ts"))};
+      using transfer = new Transfer("Uploading", { bar: false });
+      void fetch(${JSON.stringify(`${plan.target.url}/held`)});
+      await transfer.run((running) => uploadArchive(${JSON.stringify(plan)}, running))
+        .catch((error) => console.log(error.message));`;
+    await using child = Bun.spawn([process.execPath, "-e", script], {
+      env: { ...process.env, BUN_CONFIG_MAX_HTTP_REQUESTS: "1" },
+      stdout: "pipe",
+      stderr: "inherit",
+    });
+    return await new Response(child.stdout).text();
+  }
+
+  test("all of the archive arrives, though tar ends before it is asked for it", async () => {
+    let got = new Uint8Array();
+    const said = await upload((archive) => {
+      got = Uint8Array.from(archive);
+      return new Response();
+    });
+    expect(said).toBe("");
+    const listed = Bun.spawnSync(["tar", "-tvf", "-"], { stdin: got, stdout: "pipe", stderr: "pipe" });
+    expect(listed.stderr.toString()).toBe("");
+    expect(listed.stdout.toString()).toContain("./link -> elsewhere");
+  });
+
+  test("a refusal is told, whatever of the archive was not read", async () => {
+    const said = await upload(() => Response.json({ code: "x", message: "no space there" }, { status: 507 }));
+    expect(said).toBe("no space there\n");
   });
 });
 
