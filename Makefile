@@ -19,8 +19,9 @@ EXT4_SRC := $(wildcard c/ext4/*.c)
 EXT4_HDR := $(wildcard c/ext4/*.h)
 JAIL_SRC := $(wildcard c/jail/*.c)
 JAIL_HDR := $(wildcard c/jail/*.h)
+SHIELD_SRC := c/memshield/memshield.c
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
-NATIVE := build/libaenv.so build/envd build/aenv-ext4 build/aenv-jail
+NATIVE := build/libaenv.so build/envd build/aenv-ext4 build/aenv-jail build/memshield.so
 
 .PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check try-fresh try-image deb release
 
@@ -131,6 +132,12 @@ build/aenv-jail: $(JAIL_SRC) $(JAIL_HDR) | .tools/ready
 	@echo "  CC      $@"
 	@$(GUEST_CC) $(CFLAGS) -static -s -idirafter /usr/include -idirafter /usr/include/$$($(CC) -print-multiarch) \
 	  -o $@.tmp $(JAIL_SRC)
+	@mv $@.tmp $@
+
+build/memshield.so: $(SHIELD_SRC) | .tools/ready
+	@mkdir -p build
+	@echo "  CC      $@"
+	@$(CC) $(CFLAGS) -shared -fPIC -fvisibility=hidden -Wl,-z,defs -o $@.tmp $(SHIELD_SRC)
 	@mv $@.tmp $@
 
 sanitize: build/san/libaenv.so build/san/envd build/san/aenv-ext4 ## the C parts with ASan and UBSan

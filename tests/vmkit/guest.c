@@ -4,7 +4,8 @@
  *
  *   COUNT <n> SUM <ok|bad> DISK <ok|bad|none> CPUS <n> BOOT <random word drawn at boot>\n
  *
- * A connection may send one byte first: `m` dirties 1 MiB of memory, `r` reboots, `c` floods the console.
+ * A connection may send one byte first: `m` dirties 1 MiB of memory, `r` reboots, `c` floods the console, `k` keeps
+ * 32 MiB of which `v` verifies the sum (SUM), `a` takes 128 MiB and fills them, `f` frees them.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -16,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/random.h>
 #include <sys/reboot.h>
@@ -28,12 +30,32 @@
 #define DATA_BYTES (4u << 20)
 #define SECTOR 4096
 
+#define KEPT_WORDS (32u << 17)
+#define TAKEN_BYTES (128u << 20)
+
 static uint8_t data[DATA_BYTES];
 static uint8_t scratch[1u << 20];
 
 static uint64_t fnv(const uint8_t *p, size_t n) {
   uint64_t h = 0xcbf29ce484222325ull;
   for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+  return h;
+}
+
+static uint64_t *kept, kept_sum;
+static uint8_t *taken;
+
+/* Anonymous memory with words that no other page has. */
+static uint64_t *filled(size_t words, uint64_t seed) {
+  uint64_t *p = mmap(NULL, words * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return NULL;
+  for (size_t i = 0; i < words; i++) p[i] = (seed + i) * 0x9e3779b97f4a7c15ull;
+  return p;
+}
+
+static uint64_t sum_of_words(const uint64_t *p, size_t words) {
+  uint64_t h = 0;
+  for (size_t i = 0; i < words; i++) h = (h << 7 | h >> 57) ^ (p[i] + i);
   return h;
 }
 
@@ -128,8 +150,12 @@ int main(void) {
     if (order == 'm') for (size_t i = 0; i < sizeof scratch; i += 8) *(uint64_t *)(scratch + i) = count * 31 + i;
     if (order == 'r') reboot(RB_AUTOBOOT);
     if (order == 'c') for (int i = 0; i < 2000; i++) printf("GUEST flood %d ................................\n", i);
+    if (order == 'k' && kept == NULL && (kept = filled(KEPT_WORDS, boot)) != NULL) kept_sum = sum_of_words(kept, KEPT_WORDS);
+    if (order == 'a' && taken == NULL) taken = (uint8_t *)filled(TAKEN_BYTES / 8, count);
+    if (order == 'f' && taken != NULL && munmap(taken, TAKEN_BYTES) == 0) taken = NULL;
     uint64_t now = 0;
-    if (pread(file, data, DATA_BYTES, 0) == (ssize_t)DATA_BYTES) now = fnv(data, DATA_BYTES);
+    if (order == 'v' && (kept == NULL || sum_of_words(kept, KEPT_WORDS) != kept_sum)) now = sum + 1;
+    else if (pread(file, data, DATA_BYTES, 0) == (ssize_t)DATA_BYTES) now = fnv(data, DATA_BYTES);
     int n = snprintf(line, sizeof line, "COUNT %llu SUM %s DISK %s CPUS %ld BOOT %016llx\n", (unsigned long long)count,
                      now == sum ? "ok" : "bad", disk_state, sysconf(_SC_NPROCESSORS_ONLN), (unsigned long long)boot);
     if (write(c, line, (size_t)n) != n) printf("GUEST answer failed\n");

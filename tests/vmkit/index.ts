@@ -18,6 +18,7 @@ const MODULES = [
   "virtio_net",
   "rng-core",
   "virtio-rng",
+  "virtio_balloon",
 ];
 export const GUEST_ADDRESS = "169.254.0.21";
 export const TAP_ADDRESS = "169.254.0.22";
@@ -29,6 +30,7 @@ export interface TestGuest extends Disposable {
     readonly dataDirs: readonly string[];
     readonly moduleDir?: string;
     readonly libraryPath?: string;
+    readonly shieldPath: string;
   };
   readonly kernelPath: string;
   readonly initrdPath: string;
@@ -67,7 +69,7 @@ export async function prepareGuest(name: string): Promise<TestGuest | string> {
     try {
       const initrdPath = await makeInitrd(dir, find(place, "**/*.ko"));
       return {
-        qemu: { binary, ...surroundings(binary) },
+        qemu: { binary, ...surroundings(binary), shieldPath: join(ROOT, "build/memshield.so") },
         kernelPath,
         initrdPath,
         dir,
@@ -133,7 +135,7 @@ export interface TestNetwork extends AsyncDisposable {
   readonly tapName: string;
   readonly macAddress: string;
   /** One round with the guest program (see guest.c for the orders); retried until `timeoutMs`. */
-  ask(order?: "q" | "m" | "r" | "c", timeoutMs?: number): Promise<GuestAnswer>;
+  ask(order?: "q" | "m" | "r" | "c" | "a" | "f" | "k" | "v", timeoutMs?: number): Promise<GuestAnswer>;
 }
 
 let networks = 0;
@@ -160,15 +162,19 @@ export async function testNetwork(): Promise<TestNetwork> {
     await runCommand(["ip", "netns", "del", name]);
     throw error;
   }
-  const script = `exec 3<>/dev/tcp/${GUEST_ADDRESS}/7000 && printf "$1" >&3 && IFS= read -r -t 5 line <&3 && echo "$line"`;
+  const script = `exec 3<>/dev/tcp/${GUEST_ADDRESS}/7000 && printf "$1" >&3 && IFS= read -r -t "$2" line <&3 && echo "$line"`;
   const ask = async (order = "q", timeoutMs = 60_000): Promise<GuestAnswer> => {
     const deadline = performance.now() + timeoutMs;
+    const seconds = "akv".includes(order) ? 20 : 3;
     for (;;) {
-      const child = Bun.spawn(["nsenter", `--net=${netnsPath}`, "bash", "-c", script, "bash", order], {
-        stdio: ["ignore", "pipe", "ignore"],
-        timeout: 3000,
-        killSignal: "SIGKILL",
-      });
+      const child = Bun.spawn(
+        ["nsenter", `--net=${netnsPath}`, "bash", "-c", script, "bash", order, String(seconds)],
+        {
+          stdio: ["ignore", "pipe", "ignore"],
+          timeout: seconds * 1000,
+          killSignal: "SIGKILL",
+        },
+      );
       const text = await new Response(child.stdout).text();
       await child.exited;
       const match = /^COUNT (\d+) SUM (\w+) DISK (\w+) CPUS (\d+) BOOT (\w+)/.exec(text);

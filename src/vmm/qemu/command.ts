@@ -12,18 +12,23 @@ export interface QemuInstallation {
   readonly version: QemuVersion;
   readonly dataDirs: readonly string[];
   readonly sandbox: boolean;
+  /**
+   * It runs with the library that keeps memory files from being torn (c/memshield): guests may give memory back.
+   */
+  readonly shielded?: boolean;
 }
 
 /**
  * The machine has 24 virtio-mmio transports. Number 0 is of no use: its interrupt (pin 0 of the second
- * IOAPIC) never reaches a Linux guest, and the first request to such a device hangs. Two are for network and
- * entropy. Linux finds the devices from the highest number down and names disks in that order, so the first
+ * IOAPIC) never reaches a Linux guest, and the first request to such a device hangs. Three are for network,
+ * entropy and balloon. Linux finds the devices from the highest number down and names disks in that order, so the first
  * drive, `/dev/vda`, takes the highest.
  */
 const TRANSPORTS = 24;
 const NETWORK_TRANSPORT = 1;
 const ENTROPY_TRANSPORT = 2;
-export const MAX_DRIVES = TRANSPORTS - 3;
+const BALLOON_TRANSPORT = 3;
+export const MAX_DRIVES = TRANSPORTS - 4;
 
 function transport(number: number): string {
   return `virtio-mmio-bus.${number}`;
@@ -227,6 +232,26 @@ export interface QemuCommandOptions {
   readonly incoming?: string;
 }
 
+/**
+ * Memory the guest has free is told to QEMU, which drops it. A device state that was made with this device can be
+ * loaded only where it is there, one made without it everywhere. A kernel that zeroes pages as it frees them would
+ * take for granted that they stay so (`page-poison`): not offered the feature, it reports none.
+ */
+function balloonArgs(installation: QemuInstallation): string[] {
+  if (installation.shielded !== true) return [];
+  return [
+    "-device",
+    JSON.stringify({
+      driver: "virtio-balloon-device",
+      id: "balloon0",
+      bus: transport(BALLOON_TRANSPORT),
+      "deflate-on-oom": true,
+      "free-page-reporting": true,
+      "page-poison": false,
+    }),
+  ];
+}
+
 /** The whole command line, for a first boot or a restore. Throws on a spec that QEMU could not take. */
 export function qemuCommand(options: QemuCommandOptions): string[] {
   const { installation, mode, spec } = options;
@@ -238,8 +263,9 @@ export function qemuCommand(options: QemuCommandOptions): string[] {
     size: spec.shape.memoryMiB * 1024 * 1024,
     "mem-path": spec.memoryFile,
     share: false,
-    // Since 8.2 the file can be opened read-only under a private writable mapping.
-    ...(version.atLeast(8, 2) ? { readonly: true, rom: "off" } : {}),
+    // Since 8.2 the file can be opened read-only under a private writable mapping. QEMU gives no memory of such a
+    // one back; the library sees to it that the file is opened read-only all the same.
+    ...(installation.shielded !== true && version.atLeast(8, 2) ? { readonly: true, rom: "off" } : {}),
   };
   return [
     installation.binary,
@@ -302,6 +328,7 @@ export function qemuCommand(options: QemuCommandOptions): string[] {
       bus: transport(ENTROPY_TRANSPORT),
       rng: "rng0",
     }),
+    ...balloonArgs(installation),
     ...(options.incoming === undefined ? [] : ["-S", "-incoming", options.incoming]),
   ];
 }

@@ -1,5 +1,15 @@
 import { createHash } from "node:crypto";
-import { accessSync, closeSync, constants, existsSync, openSync, rmSync, statSync } from "node:fs";
+import {
+  accessSync,
+  closeSync,
+  constants,
+  existsSync,
+  openSync,
+  readFileSync,
+  realpathSync,
+  rmSync,
+  statSync,
+} from "node:fs";
 import { mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { basename, dirname, join } from "node:path";
@@ -34,6 +44,11 @@ export interface QemuDriverOptions {
   readonly moduleDir?: string;
   /** `LD_LIBRARY_PATH` of the process. */
   readonly libraryPath?: string;
+  /**
+   * The library that keeps memory files whole when guests give memory back (c/memshield). Absent, or where it cannot be
+   * loaded into this QEMU: guests keep what they once used.
+   */
+  readonly shieldPath?: string;
   /** `auto`: KVM where a guest runs on it, else emulation. `kvm`: an error where none does. */
   readonly mode: "auto" | "kvm" | "tcg";
   /** Uncompressed guest kernel (ELF): part of the identity, and what the KVM probe boots. */
@@ -83,7 +98,7 @@ class QemuDriver implements VmmDriver {
   }
 
   async probe(): Promise<VmmProbe> {
-    const { version, binary } = await this.#installation();
+    const { version, binary, shielded } = await this.#installation();
     const { mode, reason } = await this.#verdict();
     const warnings =
       mode === "tcg" && version.major < 10
@@ -91,6 +106,11 @@ class QemuDriver implements VmmDriver {
             `QEMU ${version.text} is older than 10: guests get one vCPU and no cmpxchg16b, and a rare guest crash is possible; agentenv setup provides a newer one`,
           ]
         : [];
+    if (shielded !== true && this.#options.shieldPath !== undefined) {
+      warnings.push(
+        `${this.#options.shieldPath} cannot be loaded into ${binary}: guests give no memory back; use a dynamically linked QEMU`,
+      );
+    }
     return { vmm: "qemu", version: version.text, binary, mode, reason, warnings };
   }
 
@@ -160,7 +180,21 @@ class QemuDriver implements VmmDriver {
     const version = parseQemuVersion(printed.stdout, path);
     // A build without seccomp refuses the option before it gets to print its version.
     const sandbox = (await tryCommand([path, "-sandbox", "on", "--version"], { env })).exitCode === 0;
-    return { binary: path, version, dataDirs, sandbox };
+    const shielded = await this.#isShielded(path);
+    return { binary: path, version, dataDirs, sandbox, shielded };
+  }
+
+  /** Whether the library is loaded into this QEMU, as it is not into a static one, and answers in it. */
+  async #isShielded(binary: string): Promise<boolean> {
+    if (this.#options.shieldPath === undefined) return false;
+    const env = { ...this.#environment(), ...this.#shieldOver("/"), AENV_MEMSHIELD_PROBE: "1" };
+    const { exitCode, stdout } = await tryCommand([binary, "--version"], { env });
+    return exitCode === 0 && stdout.startsWith("aenv-memshield\n");
+  }
+
+  #shieldOver(memoryFile: string): Record<string, string> {
+    const { shieldPath } = this.#options;
+    return shieldPath === undefined ? {} : { LD_PRELOAD: shieldPath, AENV_MEMORY_FILE: memoryFile };
   }
 
   #environment(): Record<string, string> {
@@ -249,7 +283,10 @@ class QemuDriver implements VmmDriver {
         argv: qemuCommand({ installation, mode, spec, controlSocketPath, tickKHz, incoming }),
         netnsPath: spec.network.netnsPath,
         tapName: spec.network.tapName,
-        env: this.#environment(),
+        env: {
+          ...this.#environment(),
+          ...(installation.shielded === true ? this.#shieldOver(spec.memoryFile) : {}),
+        },
         cwd: spec.workDir,
         stderrPath,
         ...(stateFd === undefined ? {} : { extraFd: stateFd }),
@@ -272,6 +309,7 @@ class QemuDriver implements VmmDriver {
     const handle = new QemuHandle(vmm, reference, log);
     try {
       await handle.connect(START_TIMEOUT_MS);
+      if (installation.shielded === true) requireShield(vmm.pid, this.#options.shieldPath ?? "");
       if (deviceStatePath !== undefined) await handle.finishIncoming(START_TIMEOUT_MS);
     } catch (cause) {
       handle.disconnect();
@@ -282,6 +320,17 @@ class QemuDriver implements VmmDriver {
     undo.move();
     return handle;
   }
+}
+
+/** Without the library this QEMU would tear the memory file of all clones. No guest has given memory back so early. */
+function requireShield(pid: number, shieldPath: string): void {
+  const maps = readFileSync(`/proc/${pid}/maps`, "utf8");
+  if (maps.includes(realpathSync(shieldPath))) return;
+  throw new AenvError({
+    code: "memory_shield_missing",
+    message: `QEMU runs without ${shieldPath}, which keeps its memory file whole`,
+    remediation: "restart the server, which puts the library there again",
+  });
 }
 
 function checkSpec(spec: VmLaunchSpec): void {
