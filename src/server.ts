@@ -104,6 +104,7 @@ async function startNode(config: NodeConfig, log: Logger) {
           ...(runtime.qemu.libraryPath === undefined ? {} : { libraryPath: runtime.qemu.libraryPath }),
           mode: config.virtualizationMode,
           ...guestKernel,
+          shieldPath: installAsset("memshield", join(home, "cache", "bin")),
           probeCacheDir: join(home, "cache"),
           log: vmmLog,
         });
