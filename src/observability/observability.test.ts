@@ -3,6 +3,7 @@ import { appendFileSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { type Agent, startAgent } from "../../tests/agent/harness.ts";
+import { eventually } from "../../tests/support/eventually.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
@@ -69,6 +70,8 @@ describe("a sandbox with a real agent", () => {
   let template = newId();
   let state: SandboxRecord["state"] = "running";
   let known = true;
+  /** Looks at the guest that were begun. */
+  let looks = 0;
   const token = "";
   const record = () =>
     ({ id, state, secure: token !== "", templateId: template, cpuCount: 2, memoryMiB: 512 }) as SandboxRecord;
@@ -78,17 +81,17 @@ describe("a sandbox with a real agent", () => {
       if (known) return record();
       throw new AenvError({ code: "sandbox_not_found", status: 404, message: "gone" });
     },
-    route: () =>
-      !known
-        ? { kind: "not_found" }
-        : state === "running"
-          ? {
-              kind: "ready",
-              hostAddress: new URL(agent.url).host,
-              instanceId: "one",
-              gone: new AbortController().signal,
-            }
-          : { kind: "paused", autoResume: false },
+    route: () => {
+      if (!known) return { kind: "not_found" };
+      if (state !== "running") return { kind: "paused", autoResume: false };
+      looks++;
+      return {
+        kind: "ready",
+        hostAddress: new URL(agent.url).host,
+        instanceId: "one",
+        gone: new AbortController().signal,
+      };
+    },
     accessToken: () => token,
   };
   beforeAll(async () => {
@@ -114,6 +117,7 @@ describe("a sandbox with a real agent", () => {
 
   test("figures come from the start on, stop with a pause, stay readable, and go with it", async () => {
     await using observer = observe();
+    looks = 0;
     observer.start(sandboxes);
     observer.onEvent({ kind: "creating", sandboxId: id, atMs: 1 });
     expect((await observer.node())?.sandboxStartingCount).toBe(1);
@@ -124,7 +128,7 @@ describe("a sandbox with a real agent", () => {
       durationMs: 300,
       phases: { vmm: 200, total: 300 },
     });
-    for (let i = 0; i < 100 && observer.metrics(id).length < 3; i++) await Bun.sleep(20);
+    await eventually("three points", () => observer.metrics(id).length >= 3);
     const points = observer.metrics(id);
     expect(points.length).toBeGreaterThanOrEqual(3);
     expect(points[0]!.memTotal).toBeGreaterThan(2 ** 28);
@@ -137,7 +141,12 @@ describe("a sandbox with a real agent", () => {
     expect(observer.spawns("debian:12").count).toBe(0);
     template = before;
     state = "paused";
-    await Bun.sleep(150);
+    await eventually("what was begun is over", async () => {
+      const counts = (await observer.render()).matchAll(
+        /^agentenv_sandbox_metric_samples_total\{.*\} (\d+)$/gm,
+      );
+      return [...counts].reduce((sum, count) => sum + Number(count[1]), 0) === looks;
+    });
     const kept = observer.metrics(id).length;
     await Bun.sleep(150);
     expect(observer.metrics(id).length).toBe(kept);
@@ -147,6 +156,7 @@ describe("a sandbox with a real agent", () => {
     known = false;
     // Told late, of a sandbox that is not there any more.
     observer.onEvent({ kind: "pause_failed", sandboxId: id, atMs: 4, reason: "late" });
+    await eventually("nothing is known of it", async () => (await observer.logs(id)).length === 0);
     await Bun.sleep(150);
     expect(observer.metrics(id)).toEqual([]);
     expect(await observer.logs(id)).toEqual([]);

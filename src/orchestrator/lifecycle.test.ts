@@ -1,6 +1,7 @@
 import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
 import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
 import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
@@ -373,9 +374,7 @@ describe("adoption", () => {
     expect(await next.start()).toMatchObject({ adopted: 1 });
     expect(tries).toBe(3);
     nowMs += 301_000;
-    for (let i = 0; i < 200 && factory.of(made.id) !== undefined; i++) await Bun.sleep(5);
-    expect(next.list()).toEqual([]);
-    expect(factory.of(made.id)).toBeUndefined();
+    await eventually("expired", () => factory.of(made.id) === undefined && next.list().length === 0);
   });
 
   test("a killed server's checkpoints are swept", async () => {
@@ -551,17 +550,30 @@ describe("capacity", () => {
     await orchestrator.resume(first!.id, 60);
     await orchestrator.kill(others[0]!.id);
     factory.of(others[1]!.id)!.die();
-    for (let i = 0; i < 100 && !events.some(({ kind }) => kind === "lost"); i++) await Bun.sleep(5);
+    await eventually("lost", () => events.some(({ kind }) => kind === "lost"));
     await Promise.all([orchestrator.create(request()), orchestrator.create(request())]);
     await expect(orchestrator.create(request())).rejects.toMatchObject({ status: 429 });
   });
+
+  /** Creates `count` at once; none is ready before `refused` of them were refused. */
+  const createTogether = async (on: NodeOrchestrator, count: number, refused: number) => {
+    const go = Promise.withResolvers<void>();
+    factory.faults.resume = () => go.promise;
+    let seen = 0;
+    const creates = Array.from({ length: count }, () => on.create(request()));
+    for (const create of creates) create.catch(() => seen++);
+    await eventually(`${refused} are refused`, () => seen === refused);
+    go.resolve();
+    delete factory.faults.resume;
+    return Promise.allSettled(creates);
+  };
 
   test("a host short of memory, a limit of sandboxes and a full queue refuse, too", async () => {
     let availableMiB = 1000;
     const short = open({ capacity: { minAvailableMiB: 960, availableMiB: () => availableMiB } });
     await short.start();
     // Guests that start now will touch memory they have not touched yet.
-    const two = await Promise.allSettled([short.create(request()), short.create(request())]);
+    const two = await createTogether(short, 2, 1);
     // Either of the two may be the first to be counted.
     expect(two.map(({ status }) => status).sort()).toEqual(["fulfilled", "rejected"]);
     availableMiB = 980;
@@ -573,8 +585,7 @@ describe("capacity", () => {
     const busy = open({ maxConcurrentStarts: 1, maxQueuedStarts: 2 });
     await busy.start();
     // Longer than all of them take to ask.
-    factory.delayMs = 200;
-    const rush = await Promise.allSettled(Array.from({ length: 8 }, () => busy.create(request())));
+    const rush = await createTogether(busy, 8, 5);
     expect(rush.filter(({ status }) => status === "fulfilled")).toHaveLength(3);
     expect(rush.find((outcome) => outcome.status === "rejected")!.reason).toMatchObject({ status: 429 });
   });
@@ -589,15 +600,14 @@ test("a guest that hangs is told after some silent looks, and again when it answ
     probes += 1;
     throw new AenvError({ code: "agent_unreachable", message: "no answer within 5 ms" });
   };
-  for (let i = 0; i < 200 && orchestrator.get(id).unresponsiveSince === undefined; i++) await Bun.sleep(5);
+  await eventually("it is told", () => orchestrator.get(id).unresponsiveSince !== undefined);
   expect(probes).toBeGreaterThanOrEqual(3);
   expect(orchestrator.get(id)).toMatchObject({
     state: "running",
     unresponsiveSince: new Date(nowMs).toISOString(),
   });
   delete factory.faults.probe;
-  for (let i = 0; i < 200 && orchestrator.get(id).unresponsiveSince !== undefined; i++) await Bun.sleep(5);
-  expect(orchestrator.get(id).unresponsiveSince).toBeUndefined();
+  await eventually("it answers", () => orchestrator.get(id).unresponsiveSince === undefined);
   const told = events.filter(({ kind }) => kind === "unresponsive" || kind === "responsive");
   expect(told.map(({ kind, reason }) => [kind, reason])).toEqual([
     ["unresponsive", "no answer within 5 ms"],

@@ -2,6 +2,7 @@ import { Database } from "bun:sqlite";
 import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
 import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
 import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
@@ -207,8 +208,7 @@ describe("pause and resume", () => {
       expect(persisted()).toEqual([]);
     }
     await orchestrator.pause(id);
-    await Bun.sleep(20);
-    expect(generations(id)).toHaveLength(1);
+    await eventually("only the current capture is there", () => generations(id).length === 1);
   });
 
   test("paused sandboxes survive a server that was killed, also in the middle of a resume", async () => {
@@ -451,10 +451,13 @@ describe("races", () => {
     const slow = open({ transitionWaitMs: 30 });
     await slow.start();
     const { id } = await slow.create(request());
-    factory.faults.capture = () => Bun.sleep(150);
+    const go = Promise.withResolvers<void>();
+    factory.faults.capture = () => go.promise;
     const pause = slow.pause(id);
     const waiting = await Promise.allSettled([slow.kill(id), slow.connect(id, 10), slow.resume(id, 10)]);
     expect(codes(waiting)).toEqual(Array.from({ length: 3 }, () => "sandbox_state_conflict"));
+    expect(slow.get(id).state).toBe("pausing");
+    go.resolve();
     await pause;
     expect(slow.get(id).state).toBe("paused");
   });
@@ -465,11 +468,10 @@ describe("death of a VM", () => {
     const { id } = await orchestrator.create(request());
     const route = orchestrator.route(id);
     factory.of(id)!.die();
-    await Bun.sleep(20);
-    expect(orchestrator.route(id)).toEqual({ kind: "not_found" });
+    await eventually("gone", () => orchestrator.route(id).kind === "not_found");
     expect(() => orchestrator.get(id)).toThrow("was not found");
     expect(route.kind === "ready" && route.gone.aborted).toBeTrue();
-    expect(factory.live.size).toBe(0);
+    await eventually("nothing left", () => factory.live.size === 0);
   });
 
   test("during a pause: the pause fails, the sandbox is gone", async () => {
@@ -529,7 +531,10 @@ describe("deadlines", () => {
     const killed = await orchestrator.create(request({ timeoutSeconds: 10, onTimeout: "kill" }));
     const kept = await orchestrator.create(request({ timeoutSeconds: 100 }));
     nowMs += 11_000;
-    await Bun.sleep(60);
+    await eventually(
+      "one is paused, one is gone",
+      () => orchestrator.get(paused.id).state === "paused" && orchestrator.list().length === 2,
+    );
     expect(orchestrator.list().map((record) => [record.id, record.state])).toEqual([
       [paused.id, "paused"],
       [kept.id, "running"],
@@ -547,11 +552,10 @@ describe("deadlines", () => {
       if (attempts < 3) throw new Error("not now");
     };
     const { id } = await orchestrator.create(request({ timeoutSeconds: 0 }));
-    for (let i = 0; i < 50 && orchestrator.get(id).state !== "paused"; i++) {
+    await eventually("paused", () => {
       nowMs += 10;
-      await Bun.sleep(10);
-    }
-    expect(orchestrator.get(id).state).toBe("paused");
+      return orchestrator.get(id).state === "paused";
+    });
     expect(attempts).toBe(3);
   });
 

@@ -2,6 +2,8 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSy
 import { connect, type Socket } from "node:net";
 import { join, resolve } from "node:path";
 
+export { eventually } from "../support/eventually.ts";
+
 const BINARY = resolve(process.env.AENV_ENVD ?? join(import.meta.dir, "../../build/envd"));
 
 /** An agent on a free loopback port with account files of its own; disposal ends it and checks its exit. */
@@ -226,18 +228,4 @@ export function openFiles(agent: Agent): number {
 /** Resident memory in KiB. */
 export function rssKiB(agent: Agent): number {
   return Number(/VmRSS:\s+(\d+)/.exec(readFileSync(`/proc/${agent.pid}/status`, "utf8"))?.[1]);
-}
-
-export async function eventually<T>(
-  what: string,
-  probe: () => T | Promise<T>,
-  ms = 5000,
-): Promise<NonNullable<T>> {
-  const until = Date.now() + ms;
-  for (;;) {
-    const value = await probe();
-    if (value) return value as NonNullable<T>;
-    if (Date.now() > until) throw new Error(`not within ${ms} ms: ${what}`);
-    await Bun.sleep(10);
-  }
 }
