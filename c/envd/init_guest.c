@@ -3,10 +3,12 @@
 // The initramfs holds /init (this program), /lib/modules/order and the modules it names. Nothing of the user's
 // image is executed here, and the image needs to hold nothing. Kernel command line words understood:
 //   aenv.root=/dev/vda  aenv.ip=169.254.0.21/30,169.254.0.22  aenv.dns=10.0.0.1[,…]  aenv.hostname=name
+//   aenv.drives=vdb:ro:/mnt/data[:sub/path],vdc:rw:/srv
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/openat2.h>
 #include <net/if.h>
 #include <net/route.h>
 #include <poll.h>
@@ -34,7 +36,7 @@ static const char newroot[] = "/newroot";
 static const char user_cgroup[] = "/sys/fs/cgroup/user";
 
 typedef struct {
-  char root[64], hostname[65], ip[64], dns[256];
+  char root[64], hostname[65], ip[64], dns[256], drives[2048];
 } bootwords;
 
 bool is_guest_init(const char *argv0) {
@@ -80,6 +82,7 @@ static void read_words(bootwords *w) {
   } f[] = {{"aenv.root=", w->root, sizeof w->root},
            {"aenv.ip=", w->ip, sizeof w->ip},
            {"aenv.dns=", w->dns, sizeof w->dns},
+           {"aenv.drives=", w->drives, sizeof w->drives},
            {"aenv.hostname=", w->hostname, sizeof w->hostname}};
   for (char *p = strtok(text, " \n"); p; p = strtok(NULL, " \n"))
     for (size_t i = 0; i < sizeof f / sizeof f[0]; i++) {
@@ -121,17 +124,22 @@ static void load_modules(void) {
   free(order);
 }
 
-static void mount_root(const char *dev) {
-  char what[160];
-  // Disks usually exist once their driver is loaded; a probe in the background may take a little longer.
+// Disks usually exist once their driver is loaded; a probe in the background may take a little longer.
+static bool device_appears(const char *dev) {
   struct timespec step = {0, 1000 * 1000};
   for (int waited = 0; access(dev, F_OK); waited += (int)(step.tv_nsec / 1000000)) {
-    if (waited >= 10000) {
-      snprintf(what, sizeof what, "root device %s did not appear within 10 s (aenv.root, or its driver module)", dev);
-      fatal(what, -ENODEV);
-    }
+    if (waited >= 10000) return false;
     nanosleep(&step, NULL);
     if (waited > 50) step.tv_nsec = 10 * 1000 * 1000;
+  }
+  return true;
+}
+
+static void mount_root(const char *dev) {
+  char what[160];
+  if (!device_appears(dev)) {
+    snprintf(what, sizeof what, "root device %s did not appear within 10 s (aenv.root, or its driver module)", dev);
+    fatal(what, -ENODEV);
   }
   if (mkdir(newroot, 0755) && errno != EEXIST) fatal(newroot, -errno);
   if (mount(dev, newroot, "ext4", MS_NOATIME, "noinit_itable")) {
@@ -220,6 +228,59 @@ static void prepare_image(void) {
   for (size_t i = 0; i < sizeof controllers / sizeof controllers[0]; i++) {
     int rc = write_control("/sys/fs/cgroup/cgroup.subtree_control", controllers[i]);
     if (rc && rc != -ENOENT && rc != -EINVAL) warn(controllers[i], rc); // this kernel has it or not
+  }
+}
+
+// ---- drives ------------------------------------------------------------------------------------
+
+static const char drive_stage[] = "/run/agentenv-drive";
+
+// A directory of the drive mounted at root, as a link of the drive itself may name it; no link leads out of it.
+static int open_sub_path(const char *root, const char *sub) {
+  int dir = open(root, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (dir < 0) return -errno;
+  struct open_how how = {.flags = O_PATH | O_DIRECTORY | O_CLOEXEC, .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
+  int fd = (int)syscall(SYS_openat2, dir, sub, &how, sizeof how);
+  int rc = fd < 0 ? -errno : fd;
+  close(dir);
+  return rc;
+}
+
+static int mount_drive(const char *dev, bool writable, const char *path, const char *sub) {
+  const account root = {0};
+  bool created;
+  unsigned long flags = MS_NOATIME | (writable ? 0 : MS_RDONLY);
+  const char *at = sub ? drive_stage : path;
+  int rc = make_dirs(at, &root, &created);
+  if (rc) return rc;
+  if (mount(dev, at, "ext4", flags, writable ? "noinit_itable" : NULL)) return -errno;
+  if (!sub) return 0;
+  int fd = open_sub_path(drive_stage, sub);
+  rc = fd < 0 ? fd : make_dirs(path, &root, &created);
+  if (!rc) {
+    char from[64];
+    snprintf(from, sizeof from, "/proc/self/fd/%d", fd);
+    if (mount(from, path, NULL, MS_BIND, NULL)) rc = -errno;
+  }
+  if (fd >= 0) close(fd);
+  if (umount2(drive_stage, MNT_DETACH)) warn(drive_stage, -errno);
+  if (rmdir(drive_stage)) warn(drive_stage, -errno);
+  return rc;
+}
+
+// Who asked for a drive relies on it: a machine without it does not start.
+static void mount_drives(char *spec) {
+  char *outer;
+  for (char *one = strtok_r(spec, ",", &outer); one; one = strtok_r(NULL, ",", &outer)) {
+    char *inner, dev[80], what[400];
+    const char *name = strtok_r(one, ":", &inner), *mode = strtok_r(NULL, ":", &inner);
+    const char *path = strtok_r(NULL, ":", &inner), *sub = strtok_r(NULL, ":", &inner);
+    if (!path || *path != '/') fatal("aenv.drives must be DEVICE:ro|rw:PATH[:SUBPATH],…", -EINVAL);
+    snprintf(dev, sizeof dev, "/dev/%s", name);
+    int rc = device_appears(dev) ? mount_drive(dev, !strcmp(mode, "rw"), path, sub) : -ENODEV;
+    if (!rc) continue;
+    snprintf(what, sizeof what, "drive %s%s%s on %s", name, sub ? ":" : "", sub ? sub : "", path);
+    fatal(what, rc);
   }
 }
 
@@ -437,6 +498,7 @@ int guest_init(void) {
   mount_root(w.root);
   switch_root();
   prepare_image();
+  mount_drives(w.drives);
   set_network(&w);
   lay_over_etc(&w);
   umask(022);

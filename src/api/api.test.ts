@@ -482,7 +482,10 @@ describe("bad input", () => {
       [{ memoryMB: 64 }, "memoryMB"],
       [{ diskSizeMB: 1500 }, "diskSizeMB"],
       [{ diskSizeMB: 0 }, "diskSizeMB"],
-      [{ attachedDrives: [{ driveID: "d", source: { image: "a" } }] }, "attachedDrives"],
+      [{ attachedDrives: [{ driveID: "", source: { image: "a" } }] }, "attachedDrives"],
+      [{ attachedDrives: [{ driveID: "d", source: {} }] }, "attachedDrives"],
+      [{ attachedDrives: [{ driveID: "d", source: { image: "a" }, iops: 1 }] }, "iops"],
+      [{ attachedDrives: [{ driveID: "d", source: { image: "a" }, diskSizeMB: 1500 }] }, "diskSizeMB"],
       [{ templateID: "base" }, "templateID"],
       [{ allow_internet_access: false }, "allow_internet_access"],
     ] as const) {

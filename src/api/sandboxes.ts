@@ -1,7 +1,12 @@
 import type { z } from "zod";
 import { AenvError } from "../lib/errors.ts";
 import { isUuid } from "../lib/ids.ts";
-import type { CreateSandboxRequest, SandboxOrigin, SandboxRecord } from "../orchestrator/types.ts";
+import type {
+  AttachedDriveRequest,
+  CreateSandboxRequest,
+  SandboxOrigin,
+  SandboxRecord,
+} from "../orchestrator/types.ts";
 import type { PhaseTimings } from "../sandbox/types.ts";
 import { badRequest } from "./errors.ts";
 import { IdempotentCalls } from "./idempotency.ts";
@@ -59,7 +64,6 @@ function unknownNetworkFields(network: Readonly<Record<string, unknown>> | undef
 function refuseUnsupported(body: {
   readonly customExtensionParams?: Record<string, unknown> | undefined;
   readonly volumeMounts?: readonly unknown[] | undefined;
-  readonly attachedDrives?: readonly unknown[] | undefined;
   readonly autoPauseMemory?: boolean | undefined;
   readonly network?: z.output<typeof schema.NetworkConfig> | undefined;
   readonly iam?: { readonly tokens?: Record<string, unknown> | undefined } | undefined;
@@ -67,7 +71,6 @@ function refuseUnsupported(body: {
   const refused: string[] = [];
   if (Object.keys(body.customExtensionParams ?? {}).length > 0) refused.push("customExtensionParams");
   if ((body.volumeMounts ?? []).length > 0) refused.push("volumeMounts");
-  if ((body.attachedDrives ?? []).length > 0) refused.push("attachedDrives");
   if (body.autoPauseMemory === false) refused.push("autoPauseMemory: false");
   // Unknown members of `network` would be silently weaker rules.
   refused.push(...unknownNetworkFields(body.network));
@@ -75,6 +78,18 @@ function refuseUnsupported(body: {
   if (refused.length > 0) {
     throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field");
   }
+}
+
+function driveRequest(drive: z.output<typeof schema.AttachedDrive>): AttachedDriveRequest {
+  const { driveID, source, readOnly, mountPath, subPath, diskSizeMB } = drive;
+  return {
+    driveId: driveID,
+    image: source.image,
+    readOnly,
+    ...(mountPath === undefined ? {} : { mountPath }),
+    ...(subPath === undefined ? {} : { subPath }),
+    ...(diskSizeMB === undefined ? {} : { diskSizeMiB: diskSizeMB }),
+  };
 }
 
 /** A pause or resume of the disk alone is never taken for one with memory. */
@@ -250,6 +265,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
             ...(body.memoryMB === undefined ? {} : { memoryMiB: body.memoryMB }),
             ...(body.diskSizeMB === undefined ? {} : { diskSizeMiB: body.diskSizeMB }),
             ...(body.extraBootArgs === undefined ? {} : { extraBootArgs: body.extraBootArgs }),
+            ...(body.attachedDrives === undefined
+              ? {}
+              : { attachedDrives: body.attachedDrives.map(driveRequest) }),
           })
           .catch(asBadRequest),
     }),

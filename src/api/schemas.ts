@@ -87,6 +87,24 @@ export const NewSandboxV2 = component(
   }),
 );
 
+const DiskSizeMB = z.int().min(1024).max(16_777_216).multipleOf(1024);
+
+export const AttachedDrive = component(
+  "AttachedDrive",
+  z.strictObject({
+    driveID: z.string().min(1).max(64).describe("Unique in the request, no `/`"),
+    source: z.strictObject({ image: z.string().min(1).max(512).describe("OCI reference") }),
+    readOnly: z.boolean().default(true),
+    mountPath: z.string().max(256).optional().describe("Absolute; default: `/mnt/` and the driveID"),
+    subPath: z
+      .string()
+      .max(256)
+      .optional()
+      .describe("Relative; only that directory of the drive is at mountPath"),
+    diskSizeMB: DiskSizeMB.optional().describe("Like the root disk's"),
+  }),
+);
+
 export const NewColdSandbox = component(
   "NewColdSandbox",
   z.strictObject({
@@ -98,14 +116,14 @@ export const NewColdSandbox = component(
     allowInternetAccess: z.boolean().optional(),
     cpuCount: z.int().min(1).max(1024).optional().describe("Default: the server's"),
     memoryMB: z.int().min(128).max(4_194_304).optional().describe("Default: the server's"),
-    diskSizeMB: z
-      .int()
-      .min(1024)
-      .max(16_777_216)
-      .multipleOf(1024)
+    diskSizeMB: DiskSizeMB.optional().describe(
+      "A multiple of 1024; default: the server's. Smaller than that only where it is allowed",
+    ),
+    attachedDrives: z
+      .array(AttachedDrive)
+      .max(24)
       .optional()
-      .describe("A multiple of 1024; default: the server's. Smaller than that only where it is allowed"),
-    attachedDrives: z.array(z.unknown()).optional(),
+      .describe("Further disks, mounted by the guest; part of what pause, fork and snapshot capture"),
     extraBootArgs: z
       .string()
       .max(2048)

@@ -159,6 +159,41 @@ describe("cold start", () => {
     expect(boot?.extraBootArgs).toEqual(["debug", "aenv.x=1"]);
   });
 
+  test("drives are images like the root disk: resolved in their sizes, held, pinned and handed on", async () => {
+    const drive = { driveId: "data", image: "data:1", readOnly: true };
+    const record = await orchestrator.createCold(
+      request({
+        attachedDrives: [
+          drive,
+          { ...drive, driveId: "b", readOnly: false, mountPath: "/srv", subPath: "c", diskSizeMiB: 8192 },
+        ],
+      }),
+    );
+    expect(resolved.map(({ reference, options }) => [reference, options.virtualSizeBytes])).toEqual([
+      ["debian:12", 4 * GIB],
+      ["data:1", 4 * GIB],
+      ["data:1", 8 * GIB],
+    ]);
+    const lowers = [expect.objectContaining({ digest: "sha256:00" })];
+    expect(factory.of(record.id)!.boot?.drives).toEqual([
+      { driveId: "data", readOnly: true, mountPath: "/mnt/data", lowers, virtualSizeBytes: 4 * GIB },
+      { driveId: "b", readOnly: false, mountPath: "/srv", subPath: "c", lowers, virtualSizeBytes: 8 * GIB },
+    ]);
+    expect(holds.most).toBe(3);
+    expect([...orchestrator.pinnedFiles()]).toEqual([join(home, "layer")]);
+    for (const [wrong, code] of [
+      [{ ...drive, mountPath: "/proc/x" }, "invalid_drive"],
+      [{ ...drive, diskSizeMiB: 1024 }, "disk_shrink_refused"],
+    ] as const) {
+      const error = await failing(orchestrator.createCold(request({ attachedDrives: [wrong] })));
+      expect(error).toMatchObject({ code, status: 400 });
+    }
+    expect(resolved).toHaveLength(3);
+    ownSize = GIB;
+    const fixed = request({ attachedDrives: [{ ...drive, diskSizeMiB: 8192 }] });
+    expect(await failing(orchestrator.createCold(fixed))).toMatchObject({ code: "disk_size_fixed" });
+  });
+
   test("what cannot be had is said before anything is started", async () => {
     expect(await failing(orchestrator.createCold(request({ diskSizeMiB: 1024 })))).toMatchObject({
       code: "disk_shrink_refused",

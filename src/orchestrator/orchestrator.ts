@@ -9,6 +9,7 @@ import { deriveEnvdToken, deriveTrafficToken } from "../lib/tokens.ts";
 import { type EgressPolicy, parseEgressPolicy } from "../network/index.ts";
 import type { SlotPolicyReport } from "../network/types.ts";
 import type {
+  AttachedDrive,
   Capture,
   CapturedState,
   GuestIdentity,
@@ -27,6 +28,7 @@ import {
   coldStartOff,
   fixedDiskSize,
 } from "./cold.ts";
+import { plannedDrives } from "./drives.ts";
 import { digestFiles, Pins } from "./pins.ts";
 import { conflict, failure, notFound, shuttingDown, TRANSITIONAL, TRANSITIONS, wakeUp } from "./states.ts";
 import { type RunningDocument, SandboxStore, type Startup } from "./store.ts";
@@ -664,9 +666,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     egressOf(request);
     const { cold } = this.#options;
     if (cold === undefined) throw coldStartOff();
-    const { image, extraBootArgs = "", diskSizeMiB: wantedSize, ...wishes } = request;
+    const { image, extraBootArgs = "", diskSizeMiB: wantedSize, attachedDrives = [], ...wishes } = request;
     const bootWords = allowedBootWords(extraBootArgs, cold.allowedBootArgsPrefixes);
     const diskSizeMiB = coldDiskSize(wantedSize, cold);
+    const planned = plannedDrives(attachedDrives);
+    const driveSizes = planned.map((drive) => coldDiskSize(drive.diskSizeMiB, cold));
     const now = this.#now();
     const { cpuCount = cold.cpuCount, memoryMiB = cold.memoryMiB } = wishes;
     const entry = newEntry({
@@ -688,17 +692,25 @@ class SandboxOrchestrator implements NodeOrchestrator {
     });
     const start = async () => {
       const began = performance.now();
-      const resolved = await cold.images.resolve(image, {
-        virtualSizeBytes: diskSizeMiB * MIB,
-        signal: this.#ending.signal,
-      });
+      using held = new DisposableStack();
+      const files: string[] = [];
+      const disk = async (reference: string, sizeMiB: number, wanted: number | undefined) => {
+        const options = { virtualSizeBytes: sizeMiB * MIB, signal: this.#ending.signal };
+        const found = await cold.images.resolve(reference, options);
+        const own = found.lowers.map(({ file }) => file);
+        held.use(cold.images.hold(own));
+        files.push(...own);
+        if (wanted === undefined || found.virtualSizeBytes === wanted * MIB) return found;
+        throw fixedDiskSize(reference, found.virtualSizeBytes);
+      };
+      const resolved = await disk(image, diskSizeMiB, wantedSize);
+      const drives: AttachedDrive[] = [];
+      for (const [index, { image: reference, diskSizeMiB: wanted, ...drive }] of planned.entries()) {
+        const { lowers, virtualSizeBytes } = await disk(reference, driveSizes[index]!, wanted);
+        drives.push({ ...drive, lowers, virtualSizeBytes });
+      }
       const resolveMs = Math.round((performance.now() - began) * 100) / 100;
       const { lowers, virtualSizeBytes } = resolved;
-      const files = lowers.map(({ file }) => file);
-      using _ = cold.images.hold(files);
-      if (wantedSize !== undefined && virtualSizeBytes !== wantedSize * MIB) {
-        throw fixedDiskSize(image, virtualSizeBytes);
-      }
       this.#pin(entry, files);
       entry.startup = startupOf(
         { context: contextOfImage(resolved.config), imageReference: pinnedReference(resolved) },
@@ -709,6 +721,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
           identity: this.#identity(entry),
           shape: { vcpuCount: cpuCount, memoryMiB },
           rootfs: { lowers, virtualSizeBytes },
+          ...(drives.length === 0 ? {} : { drives }),
           extraBootArgs: bootWords,
           egress: egressOf(entry.record),
         }),

@@ -1,8 +1,8 @@
-import type { CapturedState } from "../sandbox/types.ts";
+import { type CapturedState, stateLayers } from "../sandbox/types.ts";
 
 /** Content-addressed files of a state: those that others share and a sweep might remove. */
 export function digestFiles(state: CapturedState): string[] {
-  return [...state.rootfs.lowers, ...state.memory.layers]
+  return stateLayers(state)
     .filter((layer) => layer.digest !== undefined)
     .map((layer) => layer.file);
 }

@@ -82,6 +82,21 @@ export interface CreateSandboxRequest extends SandboxWishes {
   readonly mcp?: unknown;
 }
 
+/** A disk besides the root disk, made from an image; the guest mounts it before anything of the user runs. */
+export interface AttachedDriveRequest {
+  /** Unique in the request, no `/`. */
+  readonly driveId: string;
+  /** OCI reference. */
+  readonly image: string;
+  readonly readOnly: boolean;
+  /** Absolute; absent: `/mnt/<driveId>`. */
+  readonly mountPath?: string;
+  /** Relative; only that directory of the drive is at the mount path. */
+  readonly subPath?: string;
+  /** Absent: the node's default. */
+  readonly diskSizeMiB?: number;
+}
+
 /** A sandbox that boots from an image. */
 export interface CreateColdSandboxRequest extends SandboxWishes {
   /** OCI reference. */
@@ -92,6 +107,7 @@ export interface CreateColdSandboxRequest extends SandboxWishes {
   readonly diskSizeMiB?: number;
   /** Words for the kernel; those the node does not allow are left out. */
   readonly extraBootArgs?: string;
+  readonly attachedDrives?: readonly AttachedDriveRequest[];
 }
 
 /** Where the proxy sends a request, or why it cannot. */
@@ -197,7 +213,8 @@ export interface Orchestrator extends AsyncDisposable {
   create(request: CreateSandboxRequest): Promise<SandboxRecord>;
   /**
    * Boots a sandbox from an image, which is downloaded and converted when it is not here. Errors:
-   * those of the image service, `disk_shrink_refused`, `disk_size_fixed`, `invalid_boot_args` 400.
+   * those of the image service, `disk_shrink_refused`, `disk_size_fixed`, `invalid_boot_args`, `invalid_drive`,
+   * `drive_mount_failed` 400.
    */
   createCold(request: CreateColdSandboxRequest): Promise<SandboxRecord>;
   get(id: string): SandboxRecord;

@@ -379,6 +379,44 @@ describe("capture", () => {
     expect(block.every((byte) => byte === 9)).toBeTrue();
   });
 
+  test("drives: devices of their own, captured, resumed from, adopted and released with the rest", async () => {
+    const disk = { lowers: [baseLayer()], virtualSizeBytes: 64 * MIB };
+    const boot = {
+      ...spec(),
+      drives: [
+        { driveId: "in", readOnly: false, mountPath: "/srv/in", subPath: "a/b", ...disk },
+        { driveId: "ro", readOnly: true, mountPath: "/srv", ...disk },
+      ],
+    };
+    const running = await factory.boot(boot);
+    expect(world.launches[0]?.kernelArgs).toContain("aenv.drives=vdc:ro:/srv,vdb:rw:/srv/in:a/b");
+    const shown = [
+      ["rootfs", false],
+      ["drive1", false],
+      ["drive2", true],
+    ];
+    expect(world.launches[0]?.drives.map(({ driveId, readOnly }) => [driveId, readOnly])).toEqual(shown);
+    const sockets = world.launches[0]!.drives.map(({ backend }) => JSON.stringify(backend));
+    expect(new Set(sockets).size).toBe(3);
+    const point = (await running.checkpoint(join(home, "point"))).state;
+    expect(point.drives?.map(({ lowers: _, ...drive }) => drive)).toEqual(
+      boot.drives.map(({ lowers: _, ...drive }) => drive),
+    );
+    expect(point.drives?.map(({ lowers }) => lowers.length)).toEqual([2, 1]);
+    expect(point.drives?.[0]?.lowers[1]?.file).toStartWith(join(home, "point"));
+
+    const next = open();
+    await next.survivors();
+    const adopted = await next.adopt(boot.identity);
+    const { state } = await adopted.capture(join(home, "after"));
+    expect(state.drives?.map(({ lowers }) => lowers.length)).toEqual([3, 1]);
+    const identity = { sandboxId: newId(), templateId: "t", envVars: {} };
+    const clone = await factory.resume({ identity, state: point });
+    expect(world.launches[1]?.drives.map(({ driveId, readOnly }) => [driveId, readOnly])).toEqual(shown);
+    await Promise.all([adopted.stop(), clone.stop()]);
+    world.held.splice(0);
+  });
+
   test("another VMM, version, mode or CPU is refused by name before anything is taken", async () => {
     const running = await factory.boot(spec());
     const { state } = await running.capture(join(home, "one"));

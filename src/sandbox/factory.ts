@@ -1,7 +1,7 @@
 import { createHash } from "node:crypto";
 import { mkdir, readdir, statfs } from "node:fs/promises";
 import { join } from "node:path";
-import { makeDirDurable, removeTree, syncPath, writeDurable } from "../lib/durable.ts";
+import { errorCode, makeDirDurable, removeTree, syncPath, writeDurable } from "../lib/durable.ts";
 import { AenvError, assert, errorChain } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
 import type { MemoryImage, MemoryLease, MemoryService } from "../memory/types.ts";
@@ -12,6 +12,7 @@ import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
 import { identityMismatch } from "../vmm/index.ts";
 import type {
   DriveRateLimit,
+  PreparedVm,
   VmDrive,
   VmExit,
   VmHandle,
@@ -34,6 +35,7 @@ import {
   findVmmProcesses,
   isProcess,
   killProcess,
+  type LiveDrive,
   type LiveRecord,
   listSandboxDirs,
   processStartTicks,
@@ -41,18 +43,23 @@ import {
   writeLive,
 } from "./live.ts";
 import type {
+  AttachedDrive,
   BootSpec,
   Capture,
   CapturedState,
+  DiskImage,
   GuestIdentity,
   PhaseTimings,
   ResumeSpec,
   RunningSandbox,
   SandboxFactory,
 } from "./types.ts";
+import type { VmPool } from "./vm-pool.ts";
 
 export interface SandboxFactoryOptions {
   readonly vmm: VmmDriver;
+  /** Processes that wait for their VMs. Absent: each is started with its sandbox. */
+  readonly warm?: VmPool;
   readonly memory: MemoryService;
   readonly network: NetworkService;
   readonly blockClient: BlockClient;
@@ -77,6 +84,8 @@ export interface SandboxFactoryOptions {
   readonly maxLiveLowers?: number;
   /** For the root disk of every VM from its next start or resume on. Absent: none. */
   readonly diskRateLimit?: DriveRateLimit;
+  /** Between SIGTERM and SIGKILL when a VM is ended, milliseconds. Default 2000. */
+  readonly killGraceMs?: number;
   readonly log: Logger;
   /** Port of the agent behind a slot's host address. Default: the guest port; tests differ. */
   readonly agentPort?: number;
@@ -104,8 +113,27 @@ export function guestMetadata(identity: GuestIdentity): Record<string, string> {
   };
 }
 
+/**
+ * What the guest's init mounts, parents before what lies in them: `vdb:ro:/mnt/data[:sub/path],vdc:rw:/srv`. The
+ * root disk is `vda`.
+ */
+function driveWords(drives: readonly AttachedDrive[]): string[] {
+  if (drives.length === 0) return [];
+  const mounts = drives.map(({ readOnly, mountPath, subPath }, index) => {
+    const device = `vd${String.fromCharCode("b".charCodeAt(0) + index)}`;
+    const words = [device, readOnly ? "ro" : "rw", mountPath, ...(subPath === undefined ? [] : [subPath])];
+    return { mountPath, words: words.join(":") };
+  });
+  mounts.sort((a, b) => a.mountPath.length - b.mountPath.length);
+  return [`aenv.drives=${mounts.map(({ words }) => words).join(",")}`];
+}
+
 /** Words for the guest kernel and our init; the same for a boot and every restore of what it became. */
-export function kernelArguments(slot: NetworkSlot, extra: readonly string[]): string[] {
+export function kernelArguments(
+  slot: NetworkSlot,
+  extra: readonly string[],
+  drives: readonly AttachedDrive[] = [],
+): string[] {
   return [
     "console=ttyS0",
     "quiet",
@@ -118,6 +146,7 @@ export function kernelArguments(slot: NetworkSlot, extra: readonly string[]): st
     `aenv.dns=${slot.dnsServer}`,
     // Not the sandbox's id: what boots here may be snapshotted and become many; the agent sets the name.
     "aenv.hostname=sandbox",
+    ...driveWords(drives),
     ...extra,
   ];
 }
@@ -164,18 +193,19 @@ async function settleAll<T extends readonly unknown[]>(tasks: { [K in keyof T]: 
   return results.map((result) => (result as PromiseFulfilledResult<unknown>).value) as unknown as T;
 }
 
-function rootDrive(device: DeviceInfo): VmDrive {
+/** A device as the VM gets it; the id is the same over save and restore. */
+function vmDrive(driveId: string, device: DeviceInfo): VmDrive {
   if (device.exportKind === "nbd") {
     assert(
       device.socketPath !== undefined && device.exportName !== undefined,
       "an nbd device has socket and name",
     );
     const backend = { kind: "nbd" as const, socketPath: device.socketPath, exportName: device.exportName };
-    return { driveId: ROOT_DRIVE_ID, readOnly: device.readOnly, backend };
+    return { driveId, readOnly: device.readOnly, backend };
   }
   assert(device.devicePath !== undefined, "a ublk device has a path");
   return {
-    driveId: ROOT_DRIVE_ID,
+    driveId,
     readOnly: device.readOnly,
     backend: { kind: "block", devicePath: device.devicePath },
   };
@@ -190,7 +220,8 @@ function freshUpper(dir: string): UpperRef {
 interface StartSpec {
   readonly identity: GuestIdentity;
   readonly shape: VmShape;
-  readonly rootfs: { readonly lowers: readonly LayerRef[]; readonly virtualSizeBytes: number };
+  readonly rootfs: DiskImage;
+  readonly drives: readonly AttachedDrive[];
   readonly memory: MemoryImage;
   readonly extraBootArgs: readonly string[];
   readonly deviceStatePath?: string;
@@ -214,6 +245,7 @@ class Factory implements SandboxFactory {
       identity: spec.identity,
       shape: spec.shape,
       rootfs: spec.rootfs,
+      drives: spec.drives ?? [],
       memory: { sizeBytes: spec.shape.memoryMiB * 1024 * 1024, layers: [] },
       extraBootArgs: spec.extraBootArgs ?? [],
       ...(spec.egress === undefined ? {} : { egress: spec.egress }),
@@ -227,6 +259,7 @@ class Factory implements SandboxFactory {
       identity: spec.identity,
       shape: state.shape,
       rootfs: state.rootfs,
+      drives: state.drives ?? [],
       memory: state.memory,
       extraBootArgs: [],
       deviceStatePath: state.deviceStatePath,
@@ -243,6 +276,9 @@ class Factory implements SandboxFactory {
 
     const { sandboxDir, workDir, layerDir, vmDir } = this.#dirs(sandboxId, generation);
     const deviceId = `${DEVICE_PREFIX}${sandboxId}-${generation}`;
+    const liveDrives = spec.drives.map(({ lowers: _, virtualSizeBytes: __, ...drive }, index): LiveDrive => {
+      return { ...drive, deviceId: `${deviceId}-drive${index + 1}` };
+    });
     stack.defer(() => removeTree(sandboxDir));
     await mkdir(layerDir, { recursive: true, mode: 0o700 });
     stack.defer(() => removeTree(vmDir));
@@ -254,27 +290,48 @@ class Factory implements SandboxFactory {
       deviceId,
       lifecycleId: crypto.randomUUID(),
       startedAt: new Date().toISOString(),
+      ...(liveDrives.length === 0 ? {} : { drives: liveDrives }),
     };
     await writeLive(rootDir, live);
 
     // The sandbox holds links of its own to what it runs on: the state it came from may be removed.
-    const [lowers, memoryLayers] = await watch.measure("layers", async () => [
-      await linkPrivateLayers(spec.rootfs.lowers, layerDir),
-      await linkPrivateLayers(spec.memory.layers, layerDir),
-    ]);
-    const memoryImage: MemoryImage = { sizeBytes: spec.memory.sizeBytes, layers: memoryLayers };
+    const disks: DiskImage[] = [];
+    let memoryImage = spec.memory;
+    await watch.measure("layers", async () => {
+      for (const disk of [spec.rootfs, ...spec.drives]) {
+        disks.push({ ...disk, lowers: await linkPrivateLayers(disk.lowers, layerDir) });
+      }
+      memoryImage = { ...spec.memory, layers: await linkPrivateLayers(spec.memory.layers, layerDir) };
+    });
 
-    const [slot, device, lease] = await settleAll<[NetworkSlot, DeviceInfo, MemoryLease]>([
-      watch.measure("slot", async () => stack.use(await network.acquire(spec.egress))),
+    let prepared: PreparedVm | undefined;
+    const [slot, devices, lease] = await settleAll<[NetworkSlot, DeviceInfo[], MemoryLease]>([
+      watch.measure("slot", async () => {
+        const warm = await this.#options.warm?.take();
+        if (warm === undefined) return stack.use(await network.acquire(spec.egress));
+        stack.use(warm.slot);
+        prepared = stack.use(warm.vm);
+        if (spec.egress !== undefined) await warm.slot.applyPolicy(spec.egress);
+        return warm.slot;
+      }),
       watch.measure("device", async () => {
-        // Registered first: a create whose answer got lost may still have made the device.
-        stack.defer(() => blockClient.release(deviceId));
-        return blockClient.create({
-          deviceId,
-          image: { lowers, upper: freshUpper(workDir), virtualSizeBytes: spec.rootfs.virtualSizeBytes },
-          readOnly: false,
-          exportKind: (await this.#options.exportKind?.()) ?? "nbd",
-        });
+        const made: DeviceInfo[] = [];
+        for (const [index, { lowers, virtualSizeBytes }] of disks.entries()) {
+          const drive = liveDrives[index - 1];
+          const id = drive?.deviceId ?? deviceId;
+          const readOnly = drive?.readOnly ?? false;
+          // Registered first: a create whose answer got lost may still have made the device.
+          stack.defer(() => blockClient.release(id));
+          made.push(
+            await blockClient.create({
+              deviceId: id,
+              image: { lowers, virtualSizeBytes, ...(readOnly ? {} : { upper: freshUpper(workDir) }) },
+              readOnly,
+              exportKind: (await this.#options.exportKind?.()) ?? "nbd",
+            }),
+          );
+        }
+        return made;
       }),
       watch.measure("memory", async () => stack.use(await memory.materialize(memoryImage))),
     ]);
@@ -287,17 +344,18 @@ class Factory implements SandboxFactory {
       shape: spec.shape,
       kernelPath: this.#options.kernelPath,
       initrdPath: this.#options.initrdPath,
-      kernelArgs: kernelArguments(slot, spec.extraBootArgs),
-      drives: [
-        {
-          ...rootDrive(device),
-          ...(this.#options.diskRateLimit === undefined ? {} : { rateLimit: this.#options.diskRateLimit }),
-        },
-      ],
+      kernelArgs: kernelArguments(slot, spec.extraBootArgs, spec.drives),
+      drives: devices.map((device, index) => ({
+        ...vmDrive(index === 0 ? ROOT_DRIVE_ID : `drive${index}`, device),
+        ...(index > 0 || this.#options.diskRateLimit === undefined
+          ? {}
+          : { rateLimit: this.#options.diskRateLimit }),
+      })),
       network: { netnsPath: slot.netnsPath, tapName: slot.tapName, macAddress: slot.macAddress },
       memoryFile: lease.file,
       consoleLogPath: join(workDir, "console.log"),
       metadata: guestMetadata(spec.identity),
+      ...(prepared === undefined ? {} : { prepared }),
     };
     const vm = await watch.measure("vmm", async () =>
       stack.use(
@@ -312,7 +370,7 @@ class Factory implements SandboxFactory {
     const agentAddress = this.#agentAddress(slot);
     const agent = createAgentClient(agentAddress, spec.identity.accessToken);
     const died = new AbortController();
-    vm.exited.then((exit) => died.abort(vmDied(sandboxId, exit)));
+    vm.exited.then(async (exit) => died.abort(vmDied(sandboxId, exit, await tailOf(launch.consoleLogPath))));
     await watch.measure("agent", () =>
       waitHealthy(
         parseAgentAddress(agentAddress),
@@ -341,7 +399,7 @@ class Factory implements SandboxFactory {
       vm,
       slot,
       agentAddress,
-      device,
+      disks: attachedDisks(live, devices),
       timings,
       workDir,
       layerDir,
@@ -415,11 +473,16 @@ class Factory implements SandboxFactory {
     if (vm === undefined) throw lost("its VM has ended");
     // Not in the stack yet: one that cannot be adopted is left for `cleanUp`, which knows all that it held.
     // Absent in the moment in which its lowers were being replaced.
-    const device =
-      (await blockClient.get(deviceId)) ??
-      (live.device === undefined ? undefined : await blockClient.create(live.device));
-    if (device === undefined) throw lost(`the block daemon has no device ${deviceId}`);
-    if (device.failure !== undefined) throw lost(`its disk cannot be used (${device.failure})`);
+    const deviceIds = [deviceId, ...(live.drives ?? []).map((drive) => drive.deviceId)];
+    const devices: DeviceInfo[] = [];
+    for (const id of deviceIds) {
+      const device =
+        (await blockClient.get(id)) ??
+        (live.device?.deviceId === id ? await blockClient.create(live.device) : undefined);
+      if (device === undefined) throw lost(`the block daemon has no device ${id}`);
+      if (device.failure !== undefined) throw lost(`its disk cannot be used (${device.failure})`);
+      devices.push(device);
+    }
     const slot = await network.adopt(slotIndex).catch((error: unknown) => {
       throw lost("its network slot is gone", error);
     });
@@ -442,7 +505,7 @@ class Factory implements SandboxFactory {
     stack.defer(() => removeTree(sandboxDir));
     stack.defer(() => removeTree(vmDir));
     stack.use(slot);
-    stack.defer(() => blockClient.release(deviceId));
+    for (const id of deviceIds) stack.defer(() => blockClient.release(id));
     stack.use(lease);
     stack.use(vm);
     const agentAddress = this.#agentAddress(slot);
@@ -453,7 +516,7 @@ class Factory implements SandboxFactory {
       vm,
       slot,
       agentAddress,
-      device,
+      disks: attachedDisks(live, devices),
       timings: watch.timings(),
       workDir,
       layerDir,
@@ -469,7 +532,7 @@ class Factory implements SandboxFactory {
   }
 
   async cleanUp(): Promise<{ vms: number; devices: number; workDirs: number }> {
-    const { rootDir, runtimeDir, blockClient, network, log } = this.#options;
+    const { vmm, rootDir, runtimeDir, blockClient, network, log } = this.#options;
     let vms = 0;
     let devices = 0;
     let workDirs = 0;
@@ -491,6 +554,7 @@ class Factory implements SandboxFactory {
       if (await killProcess(pid, ticks)) vms += 1;
       else log.error({ pid }, "an orphaned VM does not end");
     }
+    vms += (await vmm.sweep?.()) ?? 0;
     for (const device of await blockClient.list()) {
       const id = device.deviceId.slice(DEVICE_PREFIX.length, DEVICE_PREFIX.length + 36);
       if (!device.deviceId.startsWith(DEVICE_PREFIX) || this.#active.has(id)) continue;
@@ -524,12 +588,54 @@ async function listNames(dir: string): Promise<string[]> {
   }
 }
 
-function vmDied(sandboxId: string, exit: VmExit): AenvError {
+/** What the guest's init says when it cannot go on for want of a drive. */
+const DRIVE_NOT_MOUNTED = /aenv: init: fatal: (drive .*)/;
+
+const CONSOLE_TAIL_BYTES = 2048;
+
+/** The end of a text file; empty when there is none. */
+async function tailOf(path: string): Promise<string> {
+  try {
+    const file = Bun.file(path);
+    return await file.slice(Math.max(0, file.size - CONSOLE_TAIL_BYTES)).text();
+  } catch (error) {
+    if (errorCode(error) === "ENOENT") return "";
+    return `(${path} cannot be read: ${errorCode(error) ?? error})`;
+  }
+}
+
+/** A VM that ended during its start. */
+function vmDied(sandboxId: string, exit: VmExit, consoleTail: string): AenvError {
+  const drive = DRIVE_NOT_MOUNTED.exec(consoleTail)?.[1]?.trim();
+  if (drive !== undefined) {
+    return new AenvError({
+      code: "drive_mount_failed",
+      status: 400,
+      message: `the guest could not mount an attached drive: ${drive}`,
+      remediation: "check mountPath against the image of the sandbox and subPath against that of the drive",
+    });
+  }
   const how = exit.signal === null ? `exit code ${exit.exitCode}` : `signal ${exit.signal}`;
-  const said = exit.stderrTail.trim();
+  const said = [exit.stderrTail, consoleTail]
+    .map((text) => text.trim())
+    .filter((text) => text !== "")
+    .join("; ");
   return new AenvError({
     code: "vm_died",
     message: `the VM of sandbox ${sandboxId} ended (${how})${said === "" ? "" : `: ${said.slice(-1000)}`}`,
+  });
+}
+
+/** A disk of a running sandbox: its root disk, which comes first, or an attached drive. */
+interface Disk {
+  readonly device: DeviceInfo;
+  readonly drive?: LiveDrive;
+}
+
+function attachedDisks(live: LiveRecord, devices: readonly DeviceInfo[]): Disk[] {
+  return devices.map((device, index) => {
+    const drive = live.drives?.[index - 1];
+    return { device, ...(drive === undefined ? {} : { drive }) };
   });
 }
 
@@ -540,7 +646,7 @@ interface RunningParts {
   readonly vm: VmHandle;
   readonly slot: NetworkSlot;
   readonly agentAddress: string;
-  readonly device: DeviceInfo;
+  readonly disks: readonly Disk[];
   readonly timings: PhaseTimings;
   readonly workDir: string;
   readonly layerDir: string;
@@ -551,7 +657,8 @@ interface RunningParts {
 interface Taken {
   readonly deviceStatePath: string;
   readonly memory: MemoryImage;
-  readonly lowers: readonly LayerRef[];
+  /** Of each disk, in their order. */
+  readonly chains: readonly (readonly LayerRef[])[];
 }
 
 class Running implements RunningSandbox {
@@ -579,7 +686,7 @@ class Running implements RunningSandbox {
     this.#mapped = adoptable.memory;
     this.#base = adoptable.base;
     this.#envdVersion = adoptable.envdVersion;
-    this.#compactSoon(parts.device.image.lowers);
+    this.#compactSoon(parts.disks.map(({ device }) => device.image.lowers));
   }
 
   get sandboxId(): string {
@@ -595,7 +702,7 @@ class Running implements RunningSandbox {
     return this.#shape;
   }
   get diskSizeBytes(): number {
-    return this.#parts.device.virtualSizeBytes;
+    return this.#parts.disks[0]!.device.virtualSizeBytes;
   }
   get vm(): VmHandle["reference"] {
     return this.#parts.vm.reference;
@@ -625,7 +732,9 @@ class Running implements RunningSandbox {
       const taken = await watch.measure("stopped", async () => {
         const stillness = await this.#takeStopped(dir, this.#parts.layerDir, watch);
         try {
-          await this.#swapLowers(stillness.lowers);
+          for (const [index, disk] of this.#parts.disks.entries()) {
+            if (!disk.device.readOnly) await this.#swapLowers(disk, stillness.chains[index]!);
+          }
           await watch.measure("vmm_resume", () => this.#parts.vm.resume());
         } catch (error) {
           throw this.#terminal(error, `it does not run again (${errorChain(error).join(": ")})`);
@@ -637,7 +746,7 @@ class Running implements RunningSandbox {
       const state = await watch.measure("commit", () => this.#commit(dir, taken));
       await this.#writeLive();
       await this.#removeUnused();
-      this.#compactSoon(taken.lowers);
+      this.#compactSoon(taken.chains);
       return state;
     });
   }
@@ -664,7 +773,7 @@ class Running implements RunningSandbox {
    * or is full is noticed while it still runs.
    */
   async #prepare(dir: string, watch: Stopwatch): Promise<void> {
-    const { factory, device } = this.#parts;
+    const { factory, disks } = this.#parts;
     await makeDirDurable(dir);
     const { bavail, bsize } = await statfs(dir);
     if (bavail * bsize < MIN_FREE_BYTES) {
@@ -675,7 +784,9 @@ class Running implements RunningSandbox {
         remediation: "free space on the file system that holds $AENV_HOME_PATH",
       });
     }
-    await watch.measure("flush", () => factory.blockClient.flush(device.deviceId));
+    await watch.measure("flush", async () => {
+      for (const { device } of disks) if (!device.readOnly) await factory.blockClient.flush(device.deviceId);
+    });
   }
 
   #terminal(cause: unknown, why: string): AenvError {
@@ -713,8 +824,8 @@ class Running implements RunningSandbox {
   }
 
   /**
-   * The VM stands still. The device state goes to `dir`, the memory layer to `memoryDir`, the sealed disk
-   * layer to the sandbox's own layers. A failure before the seal leaves the sandbox as it was.
+   * The VM stands still. The device state goes to `dir`, the memory layer to `memoryDir`, the sealed layers of
+   * the disks to the sandbox's own layers. A failure before the seal leaves the sandbox as it was.
    */
   async #take(dir: string, memoryDir: string, watch: Stopwatch): Promise<Taken> {
     const { vm, factory } = this.#parts;
@@ -725,11 +836,17 @@ class Running implements RunningSandbox {
       await syncPath(deviceStatePath);
     });
     const memoryPath = join(memoryDir, privateLayerName("memory"));
-    const [memoryLayer, lowers] = await settleAll<[LayerRef | undefined, readonly LayerRef[]]>([
+    const [memoryLayer, chains] = await settleAll<[LayerRef | undefined, (readonly LayerRef[])[]]>([
       watch.measure("memory_capture", async () => {
         return (await factory.memory.capture(vm.reference, base, memoryPath)).newLayer;
       }),
-      watch.measure("disk_seal", () => this.#sealDisk()),
+      watch.measure("disk_seal", async () => {
+        const sealed: (readonly LayerRef[])[] = [];
+        for (const { device } of this.#parts.disks) {
+          sealed.push(device.readOnly ? device.image.lowers : await this.#sealDisk(device));
+        }
+        return sealed;
+      }),
     ]).catch(async (error: unknown) => {
       await removeTree(memoryPath);
       throw error;
@@ -739,24 +856,36 @@ class Running implements RunningSandbox {
       const { digest: _, ...ref } = memoryLayer;
       layers.push(ref);
     }
-    return { deviceStatePath, memory: { sizeBytes: base.sizeBytes, layers }, lowers };
+    return { deviceStatePath, memory: { sizeBytes: base.sizeBytes, layers }, chains };
   }
 
   /** Makes the directory complete in itself; the VM may run meanwhile. */
   async #commit(dir: string, taken: Taken): Promise<CapturedState> {
-    const { factory, device } = this.#parts;
+    const { factory, disks } = this.#parts;
     const memory = await this.#shortened(taken.memory.layers, "memory");
-    const disk = await this.#shortened(taken.lowers, "disk");
+    const images: DiskImage[] = [];
+    const drives: AttachedDrive[] = [];
+    for (const [index, { device, drive }] of disks.entries()) {
+      const chain = await this.#shortened(taken.chains[index]!, "disk");
+      const lowers = await linkPrivateLayers(chain, dir);
+      const image: DiskImage = { lowers, virtualSizeBytes: device.virtualSizeBytes };
+      if (drive === undefined) {
+        images.push(image);
+      } else {
+        const { deviceId: _, ...described } = drive;
+        drives.push({ ...described, ...image });
+      }
+    }
+    const [rootfs] = images;
+    assert(rootfs !== undefined, "a sandbox has a root disk");
     const state: CapturedState = {
       version: 1,
       vm: await factory.vmm.identity,
       shape: this.#shape,
       deviceStatePath: taken.deviceStatePath,
       memory: { sizeBytes: taken.memory.sizeBytes, layers: await linkPrivateLayers(memory, dir) },
-      rootfs: {
-        lowers: await linkPrivateLayers(disk, dir),
-        virtualSizeBytes: device.virtualSizeBytes,
-      },
+      rootfs,
+      ...(drives.length === 0 ? {} : { drives }),
       envdVersion: this.#envdVersion,
     };
     // Last: a directory with this file is complete, and it syncs the names of all the others.
@@ -775,12 +904,16 @@ class Running implements RunningSandbox {
   }
 
   /** Merges what is worth it in the background. What comes of it is used by later captures. */
-  #compactSoon(lowers: readonly LayerRef[]): void {
+  #compactSoon(chains: readonly (readonly LayerRef[])[]): void {
     const { merge, factory } = this.#parts;
     if (merge === undefined || this.#compacting !== undefined || this.#ending.signal.aborted) return;
     const base = this.#base;
     const compact = async (): Promise<void> => {
-      await this.#mergeTop(this.#substitutes.disk.apply(lowers), "disk");
+      for (const [index, chain] of chains.entries()) {
+        // One that is not written does not grow.
+        if (this.#parts.disks[index]!.device.readOnly) continue;
+        await this.#mergeTop(this.#substitutes.disk.apply(chain), "disk");
+      }
       await this.#mergeTop(this.#substitutes.memory.apply(base.layers), "memory");
       await this.#shortenBase();
     };
@@ -844,8 +977,8 @@ class Running implements RunningSandbox {
    * merged into: its client comes back to the same socket, as it does to a restarted daemon. Where that
    * fails the disk is as it was; rejects when there is none any more.
    */
-  async #swapLowers(lowers: readonly LayerRef[]): Promise<void> {
-    const { factory, device } = this.#parts;
+  async #swapLowers({ device }: Disk, lowers: readonly LayerRef[]): Promise<void> {
+    const { factory } = this.#parts;
     const { blockClient, maxLiveLowers = MAX_LIVE_LOWERS, log } = factory;
     if (lowers.length <= maxLiveLowers) return;
     const { layers: merged, swaps } = this.#substitutes.disk.plan(lowers);
@@ -923,8 +1056,8 @@ class Running implements RunningSandbox {
    * Seals the live upper into a layer of the sandbox's own directory and continues on a fresh one; the
    * captured state gets a link. So a capture that fails after this point has not harmed the sandbox.
    */
-  async #sealDisk(): Promise<readonly LayerRef[]> {
-    const { factory, device, layerDir, workDir } = this.#parts;
+  async #sealDisk(device: DeviceInfo): Promise<readonly LayerRef[]> {
+    const { factory, layerDir, workDir } = this.#parts;
     const { blockClient, log } = factory;
     const sealedPath = join(layerDir, privateLayerName("disk"));
     await blockClient.flush(device.deviceId);
@@ -967,7 +1100,7 @@ class Running implements RunningSandbox {
 
   async #stop(): Promise<void> {
     const { vm, resources, factory } = this.#parts;
-    await vm.kill(KILL_GRACE_MS);
+    await vm.kill(factory.killGraceMs ?? KILL_GRACE_MS);
     this.#released = true;
     // A merge writes into the directory that is about to go.
     this.#ending.abort();

@@ -8,6 +8,7 @@ import type { MemoryImage } from "../memory/types.ts";
 import type { EgressPolicy } from "../network/index.ts";
 import type { DeviceSpec } from "../storage/blockd/protocol.ts";
 import type { VmReference, VmShape } from "../vmm/types.ts";
+import type { AttachedDrive } from "./types.ts";
 
 /**
  * Register of what a running sandbox holds, one `live.json` per sandbox, so that a later process can
@@ -25,8 +26,10 @@ export interface LiveRecord {
   readonly slotIndex?: number;
   readonly policy?: EgressPolicy;
   readonly vm?: VmReference;
-  /** The block device, for the moment in which it is made anew. */
+  /** A block device, for the moment in which it is made anew. */
   readonly device?: DeviceSpec;
+  /** Disks besides the root disk, in the order in which the VM has them; absent: none. */
+  readonly drives?: readonly LiveDrive[];
   /** There once the guest was told who it is: what another process needs to go on. */
   readonly adoptable?: {
     readonly shape: VmShape;
@@ -36,6 +39,11 @@ export interface LiveRecord {
     /** What the last checkpoint captured; the mapped image is at its bottom. */
     readonly base: MemoryImage;
   };
+}
+
+/** What is under its device is known to the block daemon. */
+export interface LiveDrive extends Omit<AttachedDrive, "lowers" | "virtualSizeBytes"> {
+  readonly deviceId: string;
 }
 
 export async function writeLive(rootDir: string, record: LiveRecord): Promise<void> {

@@ -7,6 +7,22 @@ import type { VmExit, VmIdentity, VmReference, VmShape } from "../vmm/types.ts";
 /** Port the guest agent listens on in every guest. */
 export const AGENT_PORT = 49983;
 
+/** Files below a running device, bottom first. */
+export interface DiskImage {
+  readonly lowers: readonly LayerRef[];
+  readonly virtualSizeBytes: number;
+}
+
+/** A disk besides the root disk. The guest mounts it at its first boot; their order is that of the guest's devices. */
+export interface AttachedDrive extends DiskImage {
+  readonly driveId: string;
+  readonly readOnly: boolean;
+  /** Absolute. */
+  readonly mountPath: string;
+  /** Relative; only that directory of the drive is at the mount path. */
+  readonly subPath?: string;
+}
+
 /**
  * A VM that stands still: device state, memory chain and disk chain that belong together. JSON, file
  * paths absolute. Enough to start any number of VMs from; nothing in it is ever written again.
@@ -17,9 +33,21 @@ export interface CapturedState {
   readonly shape: VmShape;
   readonly deviceStatePath: string;
   readonly memory: MemoryImage;
-  readonly rootfs: { readonly lowers: readonly LayerRef[]; readonly virtualSizeBytes: number };
+  readonly rootfs: DiskImage;
+  /** Absent: none. */
+  readonly drives?: readonly AttachedDrive[];
   /** Version the agent in the guest reported. */
   readonly envdVersion: string;
+}
+
+/** Every layer of a state: of its disks and of its memory. */
+export function stateLayers<Layer>(state: {
+  readonly rootfs: { readonly lowers: readonly Layer[] };
+  readonly drives?: readonly { readonly lowers: readonly Layer[] }[];
+  readonly memory: { readonly layers: readonly Layer[] };
+}): Layer[] {
+  const drives = (state.drives ?? []).flatMap(({ lowers }) => lowers);
+  return [...state.rootfs.lowers, ...drives, ...state.memory.layers];
 }
 
 /** What the guest is told at every start (agent `POST /init`). */
@@ -36,7 +64,9 @@ export interface GuestIdentity {
 export interface BootSpec {
   readonly identity: GuestIdentity;
   readonly shape: VmShape;
-  readonly rootfs: { readonly lowers: readonly LayerRef[]; readonly virtualSizeBytes: number };
+  readonly rootfs: DiskImage;
+  /** Error `drive_mount_failed` 400 when the guest cannot mount one. */
+  readonly drives?: readonly AttachedDrive[];
   /** Extra kernel command line words. */
   readonly extraBootArgs?: readonly string[];
   /** What the guest may reach, in force before its first packet. Absent: the node's default. */

@@ -103,6 +103,28 @@ test("a committed snapshot needs nothing of the capture and reads back complete"
   expect(stored).not.toContain(root);
 });
 
+test("attached drives are stored with the snapshot, and their layers kept as long as it", async () => {
+  const id = newId();
+  const state = captured(join(root, "capture", id), "driven");
+  const file = join(root, "capture", id, "drive.lsmt");
+  writeFileSync(file, "of the drive");
+  const described = { driveId: "data", readOnly: false, mountPath: "/srv", subPath: "a/b" };
+  const drive = { ...described, virtualSizeBytes: 2 << 30, lowers: [state.rootfs.lowers[0]!, { file }] };
+  const made = await repository.commit(recordOf(id, id, state), { ...state, drives: [drive] });
+  rmSync(join(root, "capture"), { recursive: true });
+  const manifest = JSON.parse(readFileSync(join(root, "repository/snapshots", id, "manifest.json"), "utf8"));
+  expect(manifest.attachedDrives).toEqual([{ ...described, virtualSize: 2 << 30 }]);
+  const fresh = createPosixRepository({ root: join(root, "repository"), log, collectGraceMs: 0 });
+  const { drives, rootfs } = (await fresh.get(id))!.committed!.state;
+  expect(drives).toEqual(made.committed!.state.drives!);
+  expect(drives).toMatchObject([{ ...described, virtualSizeBytes: 2 << 30 }]);
+  expect(drives![0]!.lowers[0]).toEqual(rootfs.lowers[0]!);
+  expect(readFileSync(drives![0]!.lowers[1]!.file, "utf8")).toBe("of the drive");
+  expect(await fresh.collect(new Set())).toEqual({ removedFiles: 0, removedBytes: 0 });
+  await fresh.delete(id);
+  expect((await fresh.collect(new Set())).removedFiles).toBe(4);
+});
+
 test("equal layers are stored once, and publishing links instead of copying", async () => {
   await publish("one");
   const second = await publish("two");

@@ -15,8 +15,7 @@ import { AenvError, assert } from "../lib/errors.ts";
 import { FileLock } from "../lib/file-lock.ts";
 import { isUuid } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
-import type { MemoryImage } from "../memory/types.ts";
-import type { CapturedState } from "../sandbox/types.ts";
+import { type AttachedDrive, type CapturedState, stateLayers } from "../sandbox/types.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import { formatName, parseAlias, parseName } from "./names.ts";
 import type { SnapshotLease, SnapshotRecord, SnapshotRepository } from "./types.ts";
@@ -51,9 +50,12 @@ interface StoredLayer {
   readonly uuid?: string;
 }
 
-type StoredState = Omit<CapturedState, "deviceStatePath" | "memory" | "rootfs"> & {
+type StoredDrive = Omit<AttachedDrive, "lowers"> & { readonly lowers: readonly StoredLayer[] };
+
+type StoredState = Omit<CapturedState, "deviceStatePath" | "memory" | "rootfs" | "drives"> & {
   readonly memory: { readonly sizeBytes: number; readonly layers: readonly StoredLayer[] };
   readonly rootfs: { readonly virtualSizeBytes: number; readonly lowers: readonly StoredLayer[] };
+  readonly drives?: readonly StoredDrive[];
 };
 
 type StoredRecord = Omit<SnapshotRecord, "committed"> & {
@@ -255,22 +257,27 @@ class PosixRepository implements SnapshotRepository {
     const { version: _, committed, ...rest } = stored;
     if (committed === undefined || !(await exists(this.#marker(stored.id)))) return { ...rest, aliases };
     const { state } = committed;
+    const { drives, ...common } = state;
+    const hydrated = (layers: readonly StoredLayer[]) => layers.map((layer) => this.#layer(layer));
     return {
       ...rest,
       aliases,
       committed: {
         ...committed,
         state: {
-          ...state,
+          ...common,
           deviceStatePath: join(this.#snapshots, stored.id, "vm_state.bin"),
           memory: {
             sizeBytes: state.memory.sizeBytes,
-            layers: state.memory.layers.map((layer) => this.#layer(layer)),
+            layers: hydrated(state.memory.layers),
           },
           rootfs: {
             virtualSizeBytes: state.rootfs.virtualSizeBytes,
-            lowers: state.rootfs.lowers.map((layer) => this.#layer(layer)),
+            lowers: hydrated(state.rootfs.lowers),
           },
+          ...(drives === undefined
+            ? {}
+            : { drives: drives.map((drive) => ({ ...drive, lowers: hydrated(drive.lowers) })) }),
         },
       },
     };
@@ -382,6 +389,8 @@ class PosixRepository implements SnapshotRepository {
       };
       const rootfsLayers = await take(state.rootfs.lowers);
       const memoryLayers = await take(state.memory.layers);
+      const drives: StoredDrive[] = [];
+      for (const drive of state.drives ?? []) drives.push({ ...drive, lowers: await take(drive.lowers) });
       await syncPath(this.#layers);
 
       await removeTree(dir);
@@ -389,20 +398,23 @@ class PosixRepository implements SnapshotRepository {
       await linkOrCopy(state.deviceStatePath, join(dir, "vm_state.bin"));
       const memory = { sizeBytes: state.memory.sizeBytes, layers: memoryLayers };
       const rootfs = { virtualSizeBytes: state.rootfs.virtualSizeBytes, lowers: rootfsLayers };
-      const { deviceStatePath: __, ...rest } = state;
-      const stored: StoredState = { ...rest, memory, rootfs };
+      const { deviceStatePath: __, drives: ___, ...rest } = state;
+      const stored: StoredState = { ...rest, memory, rootfs, ...(drives.length === 0 ? {} : { drives }) };
       const manifest = {
         version: 1,
         vmState: {},
         memory: { virtualSize: memory.sizeBytes },
         rootfs: { virtualSize: rootfs.virtualSizeBytes },
-        attachedDrives: [],
+        attachedDrives: drives.map(({ lowers: _, virtualSizeBytes, ...drive }) => ({
+          ...drive,
+          virtualSize: virtualSizeBytes,
+        })),
       };
       await writeDurable(join(dir, "manifest.json"), `${JSON.stringify(manifest)}\n`);
       await writeDurable(this.#marker(record.id), "");
       await syncPath(this.#snapshots);
       {
-        using ___ = await this.#lock("record", record.id);
+        using ____ = await this.#lock("record", record.id);
         await this.#store(record, await this.#readStored(record.id), { ...startup, state: stored });
       }
     } catch (error) {
@@ -510,9 +522,8 @@ class PosixRepository implements SnapshotRepository {
     for (const id of ids) {
       // An unreadable record ends the sweep: what it refers to is not known, so nothing is garbage.
       const state = (await this.#readStored(id))?.committed?.state;
-      for (const layer of [...(state?.rootfs.lowers ?? []), ...(state?.memory.layers ?? [])]) {
-        used.add(this.#layerFile(layer.digest));
-      }
+      for (const { digest } of state === undefined ? [] : stateLayers(state))
+        used.add(this.#layerFile(digest));
     }
     const oldEnough = Date.now() - this.#graceMs;
     let removedFiles = 0;
@@ -544,11 +555,7 @@ function snapshotNotFound(id: string): AenvError {
 
 function filesOf(record: SnapshotRecord): string[] {
   const state = record.committed?.state;
-  return state === undefined ? [] : layerFiles(state.rootfs.lowers, state.memory);
-}
-
-function layerFiles(lowers: readonly LayerRef[], memory: MemoryImage): string[] {
-  return [...lowers, ...memory.layers].map((layer) => layer.file);
+  return state === undefined ? [] : stateLayers(state).map(({ file }) => file);
 }
 
 async function readOptional(path: string): Promise<unknown> {

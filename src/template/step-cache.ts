@@ -3,7 +3,7 @@ import { join } from "node:path";
 import { z } from "zod";
 import { errorCode, readJson, removeTree, writeDurable } from "../lib/durable.ts";
 import type { Logger } from "../lib/log.ts";
-import type { CapturedState } from "../sandbox/types.ts";
+import { type CapturedState, stateLayers } from "../sandbox/types.ts";
 
 /*
  * States of build sandboxes after their steps:
@@ -37,7 +37,7 @@ interface Known {
 }
 
 function filesOf(state: CapturedState): { readonly file: string; readonly size?: number }[] {
-  return [{ file: state.deviceStatePath }, ...state.memory.layers, ...state.rootfs.lowers];
+  return [{ file: state.deviceStatePath }, ...stateLayers(state)];
 }
 
 /** Chained key: the key before, and what is added. */
@@ -139,7 +139,12 @@ export class StepCache {
 
   async complete(key: string, dir: string, state: CapturedState): Promise<void> {
     // What this capture added; the layers below it are links that an earlier one paid for.
-    const added = [state.deviceStatePath, state.memory.layers.at(-1)?.file, state.rootfs.lowers.at(-1)?.file];
+    const disks = [state.rootfs, ...(state.drives ?? []).filter(({ readOnly }) => !readOnly)];
+    const added = [
+      state.deviceStatePath,
+      state.memory.layers.at(-1)?.file,
+      ...disks.map(({ lowers }) => lowers.at(-1)?.file),
+    ];
     let bytes = 0;
     for (const file of added) bytes += file === undefined ? 0 : (await stat(file)).blocks * 512;
     await writeDurable(join(dir, "entry.json"), `${JSON.stringify({ version: 1, key, bytes, state })}\n`);
