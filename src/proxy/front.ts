@@ -797,7 +797,7 @@ class Exchange {
         return;
       }
       settled = true;
-      socket.setNoDelay(true);
+      // No setNoDelay: Bun has set it, and a system call per request counts here.
       this.#upstream = socket;
       this.#upstreamOutlet = new Outlet(socket);
     } catch {
@@ -1124,7 +1124,6 @@ function listen(options: FrontOptions, shared: Shared): TCPSocketListener<Client
             );
             return;
           }
-          socket.setNoDelay(true);
           const connection = new Connection(shared, socket);
           socket.data = { connection };
           shared.connections.add(connection);
