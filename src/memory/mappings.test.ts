@@ -1,5 +1,5 @@
 import { describe, expect, test } from "bun:test";
-import { findMemory, parseAnonymous, parseMappings } from "./mappings.ts";
+import { coverMemory, findMemory, parseAnonymous, parseMappings } from "./mappings.ts";
 
 describe("the memory file in a list of mappings", () => {
   const maps = [
@@ -22,6 +22,86 @@ describe("the memory file in a list of mappings", () => {
     expect(() => findMemory(process.pid, process.execPath, 1 << 30)).toThrow("does not map");
     expect(() => findMemory(process.pid, "/nonexistent", 4096)).toThrow("does not map");
     expect(() => findMemory(0x7fffffff, process.execPath, 4096)).toThrow("gone");
+  });
+});
+
+describe("memory of which a VMM gave pieces back", () => {
+  const GIB = 2 ** 30;
+  /** Lines of a list of mappings: of the file at an offset, or anonymous. */
+  const list = (...entries: [at: number, length: number, offset?: number][]): string =>
+    entries
+      .map(([at, length, offset]) => {
+        const range = `${at.toString(16)}-${(at + length).toString(16)}`;
+        return offset === undefined
+          ? `${range} rw-p 00000000 00:00 0 `
+          : `${range} rw-p ${offset.toString(16).padStart(8, "0")} fe:00 42                  /m/base.mem`;
+      })
+      .join("\n");
+  const cover = (size: number, ...entries: Parameters<typeof list>) =>
+    coverMemory(list(...entries), "/m/base.mem", size)?.map(({ address, fileOffset, length }) => [
+      address,
+      fileOffset,
+      length,
+    ]);
+  const AT = 0x7f0000000000;
+
+  test("is the file's pieces and what replaced the others, at the beginning and the end, too", () => {
+    expect(cover(0x6000, [AT, 0x1000, 0], [AT + 0x1000, 0x2000], [AT + 0x3000, 0x3000, 0x3000])).toEqual([
+      [AT, 0, 0x1000],
+      [AT + 0x1000, 0x1000, 0x2000],
+      [AT + 0x3000, 0x3000, 0x3000],
+    ]);
+    // Anonymous memory that touches the guest's is one mapping with it: what is beyond is not the guest's.
+    expect(
+      cover(0x6000, [AT - 0x5000, 0x6000], [AT + 0x1000, 0x1000, 0x1000], [AT + 0x2000, 0x9000]),
+    ).toEqual([
+      [AT, 0, 0x1000],
+      [AT + 0x1000, 0x1000, 0x1000],
+      [AT + 0x2000, 0x2000, 0x4000],
+    ]);
+    // Pieces of different rights are several mappings.
+    expect(cover(0x3000, [AT, 0x1000, 0], [AT + 0x1000, 0x1000], [AT + 0x2000, 0x1000])).toEqual([
+      [AT, 0, 0x1000],
+      [AT + 0x1000, 0x1000, 0x2000],
+    ]);
+  });
+
+  test("in two mappings is told apart at the border between them", () => {
+    const UP = AT + 0x1000000000;
+    const size = 4 * GIB;
+    const expected = [
+      [AT, 0, 2 * GIB],
+      [AT + 2 * GIB, 2 * GIB, GIB],
+      [UP, 3 * GIB, GIB / 2],
+      [UP + GIB / 2, 3.5 * GIB, GIB / 2],
+    ];
+    expect(
+      cover(size, [AT, 2 * GIB, 0], [AT + 2 * GIB, GIB], [UP, GIB / 2], [UP + GIB / 2, GIB / 2, 3.5 * GIB]),
+    ).toEqual(expected);
+    // It cannot be told: both borders are possible, or none is.
+    expect(
+      cover(
+        size,
+        [AT, 2 * GIB, 0],
+        [AT + 2 * GIB, 2 * GIB],
+        [UP - GIB, 1.5 * GIB],
+        [UP + GIB / 2, GIB / 2, 3.5 * GIB],
+      ),
+    ).toBeUndefined();
+    expect(cover(size, [AT, 2 * GIB, 0], [AT + 2 * GIB, 2 * GIB])).toBeUndefined();
+  });
+
+  test("is refused where a piece is missing, shared, mapped twice or too large", () => {
+    const [first, last] = [
+      [AT, 0x1000, 0] as [number, number, number],
+      [AT + 0x2000, 0x1000, 0x2000] as [number, number, number],
+    ];
+    expect(cover(0x3000, first, last)).toBeUndefined();
+    expect(cover(0x3000, first, [AT + 0x1000, 0x800], last)).toBeUndefined();
+    expect(cover(0x3000, first, [AT + 0x9000, 0x1000], last)).toBeUndefined();
+    expect(cover(0x2000, first, [AT + 0x1000, 0x1000], last)).toBeUndefined();
+    expect(cover(0x3000, first, first, [AT + 0x1000, 0x1000], last)).toBeUndefined();
+    expect(cover(0x3000, [AT, 0x3000])).toBeUndefined();
   });
 });
 

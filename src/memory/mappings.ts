@@ -57,7 +57,82 @@ export function parseAnonymous(maps: string, sizeBytes: number): MemoryMapping {
   return found[0]!;
 }
 
-/** Where a process maps its memory file. Throws unless the pieces cover exactly `sizeBytes`, each byte once. */
+interface AddressRange {
+  readonly start: number;
+  readonly end: number;
+}
+
+const WRITABLE_ANONYMOUS = /^([0-9a-f]+)-([0-9a-f]+) rw.p 0+ 00:00 0 *(?:\[anon:.*\])?$/;
+
+/** Private anonymous memory, in the order of addresses; what touches is one range. */
+function anonymousRanges(maps: string): AddressRange[] {
+  const found: { start: number; end: number }[] = [];
+  for (const line of maps.split("\n")) {
+    const match = WRITABLE_ANONYMOUS.exec(line);
+    if (match === null) continue;
+    const start = Number.parseInt(match[1]!, 16);
+    const end = Number.parseInt(match[2]!, 16);
+    const last = found.at(-1);
+    if (last?.end === start) last.end = end;
+    else found.push({ start, end });
+  }
+  return found;
+}
+
+/**
+ * Where Firecracker divides larger memories in two mappings, to leave addresses below 4 GiB to devices: since 1.13,
+ * and before it (`MMIO32_MEM_START`).
+ */
+const DIVISIONS = [3 * 2 ** 30, 3328 * 2 ** 20];
+
+/**
+ * All of the guest's memory, in the order of its file. A VMM gives memory back (balloon, reported free pages) by
+ * mapping anonymous memory over pieces of the file's mapping. What lies between two pieces of the file then belongs to
+ * the guest where the addresses say so: they go on as the file's do. Undefined unless the pieces cover `sizeBytes`,
+ * each byte once, and where it cannot be told which anonymous memory is the guest's.
+ */
+export function coverMemory(maps: string, file: string, sizeBytes: number): MemoryMapping[] | undefined {
+  const anonymous = anonymousRanges(maps);
+  /** The file's bytes from `from` up to `to`, in anonymous memory that lies `distance` above them. */
+  const replaced = (from: number, to: number, distance: number): MemoryMapping[] | undefined => {
+    if (from === to) return [];
+    const piece = { address: from + distance, fileOffset: from, length: to - from };
+    const isThere = anonymous.some(({ start, end }) => start <= piece.address && end >= to + distance);
+    return isThere ? [piece] : undefined;
+  };
+  const gap = (from: number, to: number, below: number | undefined, above: number | undefined) => {
+    if (from === to) return [];
+    const inside = DIVISIONS.filter((border) => border >= from && border <= to);
+    if (below !== undefined && above !== undefined && below !== above) {
+      const ways = inside.flatMap((border) => {
+        const [first, second] = [replaced(from, border, below), replaced(border, to, above)];
+        return first === undefined || second === undefined ? [] : [[...first, ...second]];
+      });
+      return ways.length === 1 ? ways[0] : undefined;
+    }
+    // At an end of the memory it must not go past a border: what is behind that lies elsewhere.
+    const isOneSided = below === undefined || above === undefined;
+    if (isOneSided && inside.some((border) => border > from && border < to)) return undefined;
+    return replaced(from, to, (below ?? above)!);
+  };
+  const covered: MemoryMapping[] = [];
+  let next = 0;
+  let below: number | undefined;
+  for (const piece of parseMappings(maps, file)) {
+    if (piece.fileOffset < next) return undefined;
+    const above = piece.address - piece.fileOffset;
+    const between = gap(next, piece.fileOffset, below, above);
+    if (between === undefined) return undefined;
+    covered.push(...between, piece);
+    next = piece.fileOffset + piece.length;
+    below = above;
+  }
+  if (below === undefined || next > sizeBytes) return undefined;
+  const rest = gap(next, sizeBytes, below, undefined);
+  return rest === undefined ? undefined : [...covered, ...rest];
+}
+
+/** Where a process has the memory of its guest. Throws unless the pieces cover exactly `sizeBytes`, each byte once. */
 export function findMemory(
   pid: number,
   memoryFile: string,
@@ -77,17 +152,10 @@ export function findMemory(
   } catch {
     // Removed since it was mapped: the name it had is still in the list.
   }
-  const mappings = parseMappings(maps, file);
-  let next = 0;
-  for (const mapping of mappings) {
-    if (mapping.fileOffset !== next) break;
-    next += mapping.length;
-  }
-  if (next !== sizeBytes || mappings.reduce((sum, mapping) => sum + mapping.length, 0) !== sizeBytes) {
-    throw new AenvError({
-      code: "memory_not_mapped",
-      message: `process ${pid} does not map ${memoryFile} privately as ${sizeBytes} bytes of memory`,
-    });
-  }
-  return mappings;
+  const mappings = coverMemory(maps, file, sizeBytes);
+  if (mappings !== undefined) return mappings;
+  throw new AenvError({
+    code: "memory_not_mapped",
+    message: `process ${pid} does not map ${memoryFile} privately as ${sizeBytes} bytes of memory`,
+  });
 }
