@@ -67,6 +67,12 @@ export class Codec implements Disposable {
     if (context === null) throw new Error("codec: out of memory");
   }
 
+  /** For other bindings of the shim. */
+  get context(): Pointer {
+    if (this.#context === null) throw new Error("codec: used after dispose");
+    return this.#context;
+  }
+
   /** Compresses one block (checksum appended when `verify`) and returns the stored length. */
   encode(
     algorithm: CodecAlgorithm,

@@ -3,19 +3,17 @@
  * many sandboxes of one image decompress its blocks once. Bounded by bytes; what was not used since it came
  * goes first.
  */
-interface Entry {
-  readonly file: File;
-  readonly block: number;
-  readonly bytes: Uint8Array;
-  used: boolean;
-}
-
 interface File {
   readonly key: string;
-  readonly blocks: Map<number, Entry>;
+  /** Slot of each cached block plus 1, in pages that are made when they are needed. */
+  readonly pages: (Uint32Array | undefined)[];
+  cached: number;
   /** Open handles. */
   users: number;
 }
+
+const PAGE_BITS = 10;
+const PAGE_BLOCKS = 1 << PAGE_BITS;
 
 export interface BlockCacheStats {
   readonly bytes: number;
@@ -28,8 +26,16 @@ const MIN_LIMIT_BYTES = 1 << 20;
 
 export class BlockCache {
   readonly #files = new Map<string, File>();
-  /** In order of arrival. */
-  readonly #entries = new Set<Entry>();
+  /**
+   * Blocks in slots that a hand goes around: one that was used since the hand came by stays for another round. Arrays
+   * instead of objects, since a block comes and goes with every read that misses.
+   */
+  readonly #owners: (File | undefined)[] = [];
+  readonly #blocks: number[] = [];
+  readonly #contents: (Uint8Array | undefined)[] = [];
+  readonly #used: boolean[] = [];
+  readonly #freeSlots: number[] = [];
+  #hand = 0;
   #limitBytes: number;
   #bytes = 0;
   #hits = 0;
@@ -58,7 +64,7 @@ export class BlockCache {
   open(key: string): CachedBlocks {
     let file = this.#files.get(key);
     if (file === undefined) {
-      file = { key, blocks: new Map(), users: 0 };
+      file = { key, pages: [], cached: 0, users: 0 };
       this.#files.set(key, file);
     }
     file.users++;
@@ -66,16 +72,16 @@ export class BlockCache {
     let open = true;
     return {
       get: (block) => {
-        const entry = opened.blocks.get(block);
-        if (entry === undefined) {
+        const slot = this.#slotOf(opened, block);
+        if (slot < 0) {
           this.#misses++;
           return undefined;
         }
         this.#hits++;
-        entry.used = true;
-        return entry.bytes;
+        this.#used[slot] = true;
+        return this.#contents[slot];
       },
-      has: (block) => opened.blocks.has(block),
+      has: (block) => this.#slotOf(opened, block) >= 0,
       room: (lengthBytes) => this.#makeRoom(lengthBytes) ?? new Uint8Array(new ArrayBuffer(lengthBytes)),
       add: (block, bytes) => this.#add(opened, block, bytes),
       [Symbol.dispose]: () => {
@@ -87,24 +93,48 @@ export class BlockCache {
     };
   }
 
+  /** -1: it has none. */
+  #slotOf(file: File, block: number): number {
+    const page = file.pages[Math.floor(block / PAGE_BLOCKS)];
+    return page === undefined ? -1 : page[block % PAGE_BLOCKS]! - 1;
+  }
+
   #add(file: File, block: number, bytes: Uint8Array): void {
-    const old = file.blocks.get(block);
-    if (old !== undefined) this.#remove(old);
-    const entry: Entry = { file, block, bytes, used: false };
-    file.blocks.set(block, entry);
-    this.#entries.add(entry);
+    const old = this.#slotOf(file, block);
+    if (old >= 0) this.#remove(old);
+    const slot = this.#freeSlots.pop() ?? this.#owners.length;
+    this.#owners[slot] = file;
+    this.#blocks[slot] = block;
+    this.#contents[slot] = bytes;
+    this.#used[slot] = false;
+    const number = Math.floor(block / PAGE_BLOCKS);
+    let page = file.pages[number];
+    if (page === undefined) {
+      while (file.pages.length < number) file.pages.push(undefined);
+      page = new Uint32Array(PAGE_BLOCKS);
+      file.pages[number] = page;
+    }
+    page[block % PAGE_BLOCKS] = slot + 1;
+    file.cached++;
     this.#bytes += bytes.byteLength;
   }
 
-  #remove(entry: Entry): void {
-    this.#entries.delete(entry);
-    entry.file.blocks.delete(entry.block);
-    this.#bytes -= entry.bytes.byteLength;
-    this.#forgetIfUnused(entry.file);
+  #remove(slot: number): Uint8Array {
+    const file = this.#owners[slot]!;
+    const block = this.#blocks[slot]!;
+    const bytes = this.#contents[slot]!;
+    file.pages[Math.floor(block / PAGE_BLOCKS)]![block % PAGE_BLOCKS] = 0;
+    file.cached--;
+    this.#owners[slot] = undefined;
+    this.#contents[slot] = undefined;
+    this.#freeSlots.push(slot);
+    this.#bytes -= bytes.byteLength;
+    this.#forgetIfUnused(file);
+    return bytes;
   }
 
   #forgetIfUnused(file: File): void {
-    if (file.users === 0 && file.blocks.size === 0 && this.#files.get(file.key) === file) {
+    if (file.users === 0 && file.cached === 0 && this.#files.get(file.key) === file) {
       this.#files.delete(file.key);
     }
   }
@@ -112,17 +142,18 @@ export class BlockCache {
   /** Drops blocks until `lengthBytes` more fit; returns the memory of one of that very size, if there was one. */
   #makeRoom(lengthBytes: number): Uint8Array | undefined {
     let reusable: Uint8Array | undefined;
-    for (const entry of this.#entries) {
-      if (this.#bytes + lengthBytes <= this.#limitBytes) break;
-      if (entry.used) {
-        // A second round.
-        entry.used = false;
-        this.#entries.delete(entry);
-        this.#entries.add(entry);
+    // Twice around, no block is left that was used since.
+    let rest = 2 * this.#owners.length;
+    while (this.#bytes + lengthBytes > this.#limitBytes && rest-- > 0) {
+      const slot = this.#hand;
+      this.#hand = slot + 1 < this.#owners.length ? slot + 1 : 0;
+      if (this.#owners[slot] === undefined) continue;
+      if (this.#used[slot]) {
+        this.#used[slot] = false;
         continue;
       }
-      this.#remove(entry);
-      if (entry.bytes.byteLength === lengthBytes) reusable = entry.bytes;
+      const bytes = this.#remove(slot);
+      if (bytes.byteLength === lengthBytes) reusable = bytes;
     }
     return reusable;
   }

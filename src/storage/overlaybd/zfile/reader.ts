@@ -1,4 +1,5 @@
 import { CODEC_ALGORITHMS, Codec, type CodecAlgorithm, crc32cRaw } from "../../../../ffi/codec.ts";
+import { MappedFile } from "../../../../ffi/mapped.ts";
 import { invalidLayer } from "../errors.ts";
 import { type FileRangeVisitor, type ReadSource, readUpTo } from "../source.ts";
 import { type CachedBlocks, threadBlockCache } from "./block-cache.ts";
@@ -24,6 +25,8 @@ const SPAN_BITS = 10;
 /** Compressed bytes read at once: more than the longest possible block takes. */
 const READ_BYTES = 256 * 1024;
 const TABLE_BATCH_BYTES = 1 << 20;
+/** Blocks decoded by one call at most. */
+const MAPPED_BLOCKS = 64;
 
 /** True when the bytes begin like a ZFile. Not both magics, or no header bit: the bytes are used as they are. */
 export function looksLikeZFile(source: ReadSource): boolean {
@@ -59,9 +62,15 @@ function readFields(source: ReadSource): { fields: ZFileBlock; tableLimit: numbe
 }
 
 /** What decompression needs, shared by all sources of the thread: no call of theirs is ever left half done. */
-let shared: { readonly codec: Codec; readonly compressed: Uint8Array } | undefined;
+let shared:
+  | { readonly codec: Codec; readonly compressed: Uint8Array; readonly stored: Uint32Array }
+  | undefined;
 function workspace() {
-  shared ??= { codec: new Codec(), compressed: new Uint8Array(new ArrayBuffer(READ_BYTES)) };
+  shared ??= {
+    codec: new Codec(),
+    compressed: new Uint8Array(new ArrayBuffer(READ_BYTES)),
+    stored: new Uint32Array(new ArrayBuffer(4 * MAPPED_BLOCKS)),
+  };
   return shared;
 }
 
@@ -96,6 +105,8 @@ export class ZFileSource implements ReadSource {
   readonly #spans: Float64Array;
   readonly #relative: Uint32Array;
   readonly #cache: CachedBlocks;
+  /** Absent until the first read; undefined where there is none. */
+  #mapped: { readonly file: MappedFile | undefined; readonly baseBytes: number } | undefined;
 
   /** `contentKey`: the same for sources with the same bytes, which then share decompressed blocks. */
   constructor(source: ReadSource, contentKey: string = crypto.randomUUID()) {
@@ -257,8 +268,28 @@ export class ZFileSource implements ReadSource {
         block++;
         continue;
       }
-      // As many blocks as one read of compressed bytes can hold.
       const from = this.#start(block);
+      this.#mapped ??= this.#map();
+      const mapped = this.#mapped;
+      if (mapped.file !== undefined) {
+        const done = this.#readMapped(
+          mapped.file,
+          mapped.baseBytes,
+          block,
+          stop,
+          offsetBytes,
+          end,
+          target,
+          targetOffset,
+          inMemory,
+        );
+        if (done < 0) return false;
+        if (done > 0) {
+          block += done;
+          continue;
+        }
+      }
+      // As many blocks as one read of compressed bytes can hold.
       let last = block + 1;
       while (last < stop && this.#start(last + 1) - from <= compressed.byteLength && !this.#cache.has(last)) {
         last++;
@@ -279,6 +310,93 @@ export class ZFileSource implements ReadSource {
       }
     }
     return true;
+  }
+
+  #map(): { readonly file: MappedFile | undefined; readonly baseBytes: number } {
+    const { direct } = this.#source;
+    if (direct === undefined) return { file: undefined, baseBytes: 0 };
+    const { fd, baseBytes } = direct;
+    return { file: MappedFile.open(fd, baseBytes + this.#start(this.#blocks)), baseBytes };
+  }
+
+  /**
+   * Blocks from `block` on by one call that reads and decodes. Returns their number; -1: not in memory; 0: something
+   * is wrong with one of them, for the other way of reading to say what.
+   */
+  #readMapped(
+    file: MappedFile,
+    baseBytes: number,
+    block: number,
+    stop: number,
+    offsetBytes: number,
+    end: number,
+    target: Uint8Array,
+    targetOffset: number,
+    inMemory: boolean,
+  ): number {
+    const size = this.#blockSize;
+    const blockStart = block * size;
+    const { codec, compressed, stored } = workspace();
+    // Whole blocks go to where they are wanted, one that is wanted in part to the cache first.
+    const direct =
+      offsetBytes <= blockStart && blockStart + Math.min(size, this.sizeBytes - blockStart) <= end;
+    let last = block;
+    const from = this.#start(block);
+    let position = from;
+    do {
+      const next = this.#start(last + 1);
+      stored[last - block] = next - position;
+      position = next;
+      last++;
+    } while (
+      direct &&
+      last < stop &&
+      last - block < MAPPED_BLOCKS &&
+      Math.min((last + 1) * size, this.sizeBytes) <= end &&
+      this.#start(last + 1) - from <= compressed.byteLength &&
+      !this.#cache.has(last)
+    );
+    const count = last - block;
+    const lastLength = Math.min(size, this.sizeBytes - (last - 1) * size);
+    const into = direct ? target : this.#cache.room(lastLength);
+    const at = direct ? targetOffset + (blockStart - offsetBytes) : 0;
+    const result = file.readBlocks(
+      codec,
+      this.#algorithm,
+      this.#verify,
+      baseBytes + from,
+      stored,
+      count,
+      !inMemory,
+      into,
+      at,
+      size,
+      lastLength,
+      compressed,
+    );
+    if (result !== "done") return result === "not_cached" && inMemory ? -1 : 0;
+    const counted = stats[this.#algorithm];
+    counted.readBatches++;
+    counted.encodedBytes += position - from;
+    counted.blocks += count;
+    counted.outputBytes += (count - 1) * size + lastLength;
+    if (!direct) {
+      this.#cache.add(block, into);
+      this.#copyPart(block, into, offsetBytes, end, target, targetOffset);
+      return 1;
+    }
+    for (let i = 0; i < count; i++) {
+      const length = i + 1 === count ? lastLength : size;
+      const room = this.#cache.room(length);
+      room.set(target.subarray(at + i * size, at + i * size + length));
+      this.#cache.add(block + i, room);
+    }
+    return count;
+  }
+
+  /** For measurements: calls that decoded in place and calls that read first; undefined while nothing is mapped. */
+  get mappedCounts(): { readonly mapped: number; readonly read: number } | undefined {
+    return this.#mapped?.file?.counts();
   }
 
   /** For tools and measurements. */
@@ -322,6 +440,8 @@ export class ZFileSource implements ReadSource {
 
   [Symbol.dispose](): void {
     this.#cache[Symbol.dispose]();
+    this.#mapped?.file?.[Symbol.dispose]();
+    this.#mapped = { file: undefined, baseBytes: 0 };
     this.#source[Symbol.dispose]();
   }
 }

@@ -1,13 +1,15 @@
 import { describe, expect, test } from "bun:test";
-import { readFileSync, writeFileSync } from "node:fs";
+import { readFileSync, truncateSync, writeFileSync } from "node:fs";
 import { Codec, crc32cRaw, crc32cRawPortable, encodedBound } from "../../../../ffi/codec.ts";
 import { hostDisk } from "../disk.ts";
 import { invalidLayer } from "../errors.ts";
 import type { ByteSink } from "../lsmt/writer.ts";
 import { openUnwrapped } from "../open-layer.ts";
 import type { ReadSource } from "../source.ts";
+import { openFileSource } from "../source.ts";
 import { encodeTarHead, findTarPayload, TAR_HEAD_BYTES, tarTailBytes } from "../tar.ts";
 import { expectEqualBytes, fillPattern, scratchDirectory, testRandom } from "../test-support.ts";
+import { threadBlockCache } from "./block-cache.ts";
 import { looksLikeZFile, ZFileSource } from "./reader.ts";
 import { ZFILE_BLOCK_SIZES, ZFileWriter } from "./writer.ts";
 
@@ -170,6 +172,106 @@ describe("writing and reading", () => {
     }
     source.read(100, part, 0, 100);
     expectEqualBytes(part, original.subarray(100, 200), "block 0 again");
+  });
+});
+
+describe("a file on the host", () => {
+  function compressed(
+    path: string,
+    algorithm: "lz4" | "zstd",
+    blockSizeBytes: 4096 | 16384 | 65536,
+    size: number,
+  ) {
+    const original = fillPattern(new Uint8Array(size), size);
+    const sink = new MemorySink();
+    using writer = new ZFileWriter(sink, { algorithm, blockSizeBytes });
+    writer.append(original, 0, size);
+    writer.finish();
+    writeFileSync(path, sink.bytes);
+    return original;
+  }
+
+  /** With so little cache that blocks are decoded again and again. */
+  function littleCache(): Disposable {
+    const { limitBytes } = threadBlockCache.stats();
+    threadBlockCache.setLimit(0);
+    return { [Symbol.dispose]: () => threadBlockCache.setLimit(limitBytes) };
+  }
+
+  for (const [algorithm, blockSizeBytes] of [
+    ["lz4", 4096],
+    ["zstd", 16384],
+    ["lz4", 65536],
+  ] as const) {
+    test(`${algorithm}, blocks of ${blockSizeBytes}, behind a tar's head: decoded where it lies in memory`, () => {
+      using scratch = scratchDirectory("mapped");
+      using _cache = littleCache();
+      const random = testRandom();
+      const size = 3_000_001;
+      const file = `${scratch.path}/z`;
+      const original = compressed(file, algorithm, blockSizeBytes, size);
+      const payload = readFileSync(file);
+      const tail = new Uint8Array(tarTailBytes(payload.byteLength));
+      writeFileSync(file, Buffer.concat([encodeTarHead(payload.byteLength), payload, tail]));
+      const { source, container } = openUnwrapped(hostDisk, file);
+      using zfile = source as ZFileSource;
+      expect(container).toEqual(["tar", "zfile"]);
+      for (let round = 0; round < 400; round++) {
+        const from = random(size);
+        const length = Math.min(size - from, 1 + random(round % 4 === 0 ? 400_000 : 2 * blockSizeBytes));
+        const part = new Uint8Array(length + 16).fill(0xee);
+        if (round % 2 === 0) zfile.read(from, part, 8, length);
+        else expect(zfile.tryRead(from, part, 8, length)).toBe(true);
+        expectEqualBytes(part.subarray(8, 8 + length), original.subarray(from, from + length), "part");
+        expect(part[7]).toBe(0xee);
+        expect(part[8 + length]).toBe(0xee);
+      }
+      expect(zfile.mappedCounts?.mapped).toBeGreaterThan(100);
+    });
+  }
+
+  test("one that is cut off while it is used fails its reads, and nothing else", () => {
+    using scratch = scratchDirectory("mapped");
+    using _cache = littleCache();
+    const size = 4 << 20;
+    const file = `${scratch.path}/z`;
+    const original = compressed(file, "lz4", 4096, size);
+    using source = new ZFileSource(openFileSource(hostDisk, file));
+    const got = new Uint8Array(size);
+    for (let round = 0; round < 2; round++) source.read(0, got, 0, size);
+    expectEqualBytes(got, original, "before");
+    expect(source.mappedCounts?.mapped).toBeGreaterThan(0);
+    truncateSync(file, 8192);
+    const part = new Uint8Array(4096);
+    // Twice: the first finds out by the signal, the second knows.
+    for (let round = 0; round < 2; round++) {
+      expect(() => source.read(size / 4, part, 0, 4096)).toThrow(/the file became shorter/);
+      expect(() => source.tryRead(size / 2, part, 0, 4096)).toThrow(/the file became shorter/);
+    }
+    source.read(0, part, 0, 4096);
+    expectEqualBytes(part, original.subarray(0, 4096), "what is left");
+  });
+
+  test("a block that is damaged is named, decoded in place or not", () => {
+    using scratch = scratchDirectory("mapped");
+    using _cache = littleCache();
+    const size = 4 << 20;
+    const file = `${scratch.path}/z`;
+    compressed(file, "zstd", 4096, size);
+    using source = new ZFileSource(openFileSource(hostDisk, file));
+    const got = new Uint8Array(size);
+    for (let round = 0; round < 2; round++) source.read(0, got, 0, size);
+    let at = 0;
+    source.locateBlock(700, (offset) => {
+      at = offset;
+    });
+    const bytes = readFileSync(file);
+    bytes[at + 5] = bytes[at + 5]! ^ 0x10;
+    writeFileSync(file, bytes);
+    for (let round = 0; round < 2; round++) {
+      expect(() => source.read(700 * 4096, got, 0, 4096)).toThrow(`at byte ${at}: ZFile block 700: checksum`);
+    }
+    source.read(701 * 4096, got, 0, 4096);
   });
 });
 
