@@ -385,6 +385,60 @@ describe("bad input", () => {
     ).toContain("metadata.a");
   });
 
+  test("create fields that are kept, that may be empty, and that are refused when they are not", async () => {
+    const mcp = { server: { a: 1 } };
+    const body = { templateID: "base", mcp, iam: { tokens: {} }, autoPauseMemory: true, volumeMounts: [] };
+    const made = await call("POST", "/v2/sandboxes", { ...body, customExtensionParams: {} });
+    expect(made.status).toBe(201);
+    expect(fake.requests.at(-1)?.mcp).toEqual(mcp);
+    expect((await call("POST", "/sandboxes", { templateID: "base", mcp: null })).status).toBe(201);
+    for (const [field, name] of [
+      [{ iam: { tokens: { a: { audience: "x", tokenType: "jwt" } } } }, "iam.tokens"],
+      [{ autoPauseMemory: false }, "autoPauseMemory"],
+      [{ volumeMounts: [{ name: "v", path: "/v" }] }, "volumeMounts"],
+      [{ network: { rules: { "a.example": [] } } }, "network.rules"],
+      [{ network: { egressProxy: { address: "127.0.0.1:1" } } }, "network.egressProxy"],
+      [{ network: { httpsPorts: [443] } }, "network.httpsPorts"],
+    ] as const) {
+      const refused = await call("POST", "/v2/sandboxes", { templateID: "base", ...field });
+      expect([refused.status, refused.json.error_code]).toEqual([400, "unsupported_field"]);
+      expect(refused.json.message).toContain(name);
+    }
+  });
+
+  test("families that are not built answer 404 with a body, as clients expect it of them", async () => {
+    const id = newId();
+    for (const [method, path] of [
+      ["GET", "/secrets"],
+      ["POST", "/secrets"],
+      ["DELETE", `/secrets/${id}`],
+      ["GET", "/volumes"],
+      ["POST", "/volumes"],
+      ["DELETE", `/volumes/${id}`],
+      ["GET", `/volumecontent/${id}/path?path=/a`],
+      ["PUT", `/templates/${id}/builds/${id}/builder`],
+      ["POST", "/templates"],
+      ["POST", "/v2/templates"],
+      ["POST", `/templates/${id}`],
+      ["POST", `/templates/${id}/builds/${id}`],
+      ["GET", `/teams/${id}/metrics`],
+      ["GET", "/api-keys"],
+      ["POST", "/access-tokens"],
+      ["GET", "/admin/teams"],
+    ] as const) {
+      const reply = await call(method, path, method === "POST" || method === "PUT" ? {} : undefined);
+      expect([path, reply.status, reply.json]).toMatchObject([
+        path,
+        404,
+        {
+          code: 404,
+          error_code: "route_not_found",
+          message: `route not found: ${method} ${path.split("?")[0]}`,
+        },
+      ]);
+    }
+  });
+
   test("what is not built is refused by name", async () => {
     for (const [extra, name] of [
       [{ volumeMounts: [{ name: "v", path: "/v" }] }, "volumeMounts"],
@@ -584,6 +638,44 @@ describe("lists", () => {
     expect(seen).toEqual(ids.toReversed());
   });
 
+  test("filters by template, time and state, before pages are cut; oldest first", async () => {
+    fake.records.clear();
+    const ids: string[] = [];
+    for (let i = 0; i < 4; i++) {
+      const made = await call("POST", "/v2/sandboxes", { templateID: i % 2 === 0 ? "even" : "odd" });
+      ids.push(made.json.sandboxID);
+    }
+    const [first, second, third, fourth] = ids as [string, string, string, string];
+    await call("POST", `/sandboxes/${second}/pause`);
+    fake.records.set(third, { ...fake.records.get(third)!, alias: "named" });
+    const list = async (query: string) => {
+      const reply = await call("GET", `/v2/sandboxes?${query}`);
+      return reply.json.map((item: { sandboxID: string }) => item.sandboxID);
+    };
+    expect(await list("template=even&order=asc")).toEqual([first, third]);
+    expect(await list("template=named")).toEqual([third]);
+    expect(await list("template=none")).toEqual([]);
+    const from = encodeURIComponent(fake.records.get(third)!.startedAt);
+    expect(await list(`startedAfter=${from}&order=asc`)).toEqual([third, fourth]);
+    expect(await list("state=paused")).toEqual([second]);
+    expect(await list("state=running&order=asc")).toEqual([first, third, fourth]);
+    // A list in one value or in several; none is all.
+    for (const all of [
+      "state=running&state=paused&order=asc",
+      "state=paused,running&order=asc",
+      "order=asc",
+    ]) {
+      expect(await list(all)).toEqual(ids);
+    }
+    const page = await call("GET", "/v2/sandboxes?template=odd&limit=1&order=asc");
+    expect(page.json.map((item: { sandboxID: string }) => item.sandboxID)).toEqual([second]);
+    expect(page.headers.get("x-total-running")).toBe("1");
+    const next = page.headers.get("x-next-token");
+    expect(await list(`template=odd&limit=1&order=asc&nextToken=${next}`)).toEqual([fourth]);
+    // v1 knows the running ones alone and has no pages.
+    expect((await call("GET", "/sandboxes")).json).toHaveLength(3);
+  });
+
   test("limits, tokens and filters are checked", async () => {
     for (const query of [
       "limit=0",
@@ -611,6 +703,34 @@ describe("templates", () => {
     expect(created.status).toBe(202);
     expect(created.json).toMatchObject({ names: ["base"], aliases: ["base"], tags: ["v1"], public: true });
     expect((await call("POST", "/v3/templates", {})).status).toBe(400);
+    const rest = { teamID: "t", minFreeDiskMb: 100, cpuCount: 1, memoryMB: 128 };
+    expect((await call("POST", "/v3/templates", { alias: "base", ...rest })).json.tags).toEqual(["default"]);
+    for (const wrong of [
+      { cpuCount: 0 },
+      { memoryMB: 127 },
+      { minFreeDiskMb: -1 },
+      { name: "a".repeat(129) },
+    ]) {
+      expect((await call("POST", "/v3/templates", { name: "base", ...wrong })).status).toBe(400);
+    }
+    for (const query of ["/templates?teamID=t", "/v2/templates?teamID=t&limit=1"]) {
+      expect((await call("GET", query)).json).toMatchObject([
+        { names: ["base"], createdBy: null, lastSpawnedAt: null, spawnCount: 0, buildCount: 1 },
+      ]);
+    }
+    const start = (body: object) =>
+      call("POST", `/v2/templates/${fakes.template.templateId}/builds/${fakes.template.id}`, {
+        fromImage: "debian:12",
+        ...body,
+      });
+    const login = { type: "registry", username: "u", password: "p" };
+    expect((await start({ fromImageRegistry: login })).status).toBe(202);
+    expect(fakes.started.at(-1)?.request.credentials).toEqual({ username: "u", password: "p" });
+    expect((await start({ fromImageRegistry: { type: "registry", username: "u" } })).status).toBe(400);
+    for (const type of ["aws", "gcp"]) {
+      const refused = await start({ fromImageRegistry: { type } });
+      expect([refused.status, refused.json.error_code]).toEqual([400, "unsupported_field"]);
+    }
     const path = `/templates/${fakes.template.templateId}/builds/${fakes.template.id}/status`;
     const seen: string[] = [];
     for (;;) {

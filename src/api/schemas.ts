@@ -256,7 +256,11 @@ export const NewTemplate = component(
     tags: z.array(z.string().min(1)).optional(),
     cpuCount: z.int().min(1).max(1024).optional(),
     memoryMB: z.int().min(128).max(4_194_304).optional(),
-    minFreeDiskMb: z.int().min(0).optional(),
+    minFreeDiskMb: z
+      .int()
+      .min(0)
+      .optional()
+      .describe("Best effort: every disk has the server's size, and free what the build leaves of it"),
     teamID: z.string().optional(),
   }),
 );
