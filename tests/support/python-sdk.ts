@@ -17,22 +17,35 @@ async function run(argv: string[], timeoutMs: number): Promise<string> {
   return out.trim();
 }
 
+interface Interpreter {
+  readonly interpreter: string;
+  readonly version: string;
+}
+
 /** The Python client in an environment of its own under .tools, installed when it can be. */
-export async function preparePythonSdk(
+export async function preparePythonSdk(root: string): Promise<Interpreter | { readonly missing: string }> {
+  return await preparePackage(root, "python-sdk", "e2b", VERSION);
+}
+
+/** An interpreter with a package of the Python index, in an environment of its own under .tools. */
+export async function preparePackage(
   root: string,
-): Promise<{ readonly interpreter: string; readonly version: string } | { readonly missing: string }> {
-  const dir = join(root, ".tools/python-sdk");
+  name: string,
+  pack: string,
+  version: string,
+): Promise<Interpreter | { readonly missing: string }> {
+  const dir = join(root, ".tools", name);
   const interpreter = join(dir, "bin/python");
   try {
     if (!existsSync(interpreter)) await run(["python3", "-m", "venv", dir], 60_000);
     const installed = await run(
-      [interpreter, "-c", "import importlib.metadata as m; print(m.version('e2b'))"],
+      [interpreter, "-c", `import importlib.metadata as m; print(m.version('${pack}'))`],
       20_000,
     ).catch(() => undefined);
-    if (installed !== VERSION) {
-      await run([interpreter, "-m", "pip", "install", "--quiet", `e2b==${VERSION}`], 120_000);
+    if (installed !== version) {
+      await run([interpreter, "-m", "pip", "install", "--quiet", `${pack}==${version}`], 120_000);
     }
-    return { interpreter, version: VERSION };
+    return { interpreter, version };
   } catch (error) {
     await rm(dir, { recursive: true, force: true });
     return { missing: `it could not be installed (${errorChain(error)[0]})` };

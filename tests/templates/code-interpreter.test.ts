@@ -2,10 +2,12 @@ import { afterAll, beforeAll, expect, test } from "bun:test";
 import { mkdtempSync, readdirSync, readFileSync, rmdirSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
+import { preparePackage } from "../support/python-sdk.ts";
 
 /* The server of deploy/templates/code-interpreter on this machine, without a VM (with one: tests/e2e). */
 
-const PROGRAM = resolve(import.meta.dir, "../../deploy/templates/code-interpreter/server.py");
+const ROOT = resolve(import.meta.dir, "../..");
+const PROGRAM = resolve(ROOT, "deploy/templates/code-interpreter/server.py");
 const missing = Bun.which("python3") === null;
 if (missing)
   console.log("SKIPPED: tests of the code interpreter's server: there is no python3 on this machine");
@@ -24,7 +26,12 @@ let base: string;
 beforeAll(async () => {
   if (missing) return;
   dir = mkdtempSync(join(tmpdir(), "aenv-interpreter-"));
-  server = Bun.spawn(["python3", PROGRAM, "--address", "127.0.0.1", "--port", "0", "--cwd", dir], {
+  [server, base] = await startServer("python3");
+});
+
+/** The server's process and its address. */
+async function startServer(interpreter: string): Promise<[typeof server, string]> {
+  const server = Bun.spawn([interpreter, PROGRAM, "--address", "127.0.0.1", "--port", "0", "--cwd", dir], {
     stdin: "ignore",
     stdout: "pipe",
     stderr: "inherit",
@@ -40,14 +47,18 @@ beforeAll(async () => {
     }
     port.reject(new Error(`the server ended: ${said}`));
   })().catch(port.reject);
-  base = `http://127.0.0.1:${await port.promise}`;
-});
+  return [server, `http://127.0.0.1:${await port.promise}`];
+}
 
-afterAll(async () => {
-  if (missing) return;
+async function endServer(): Promise<void> {
   for (const pid of kernels()) process.kill(pid, "SIGKILL");
   server.kill();
   await server.exited;
+}
+
+afterAll(async () => {
+  if (missing) return;
+  await endServer();
   rmSync(dir, { recursive: true, force: true });
 });
 
@@ -118,3 +129,53 @@ test.skipIf(missing)("a kernel that cannot be started is told within the answer"
   expect((await fetch(`${base}/contexts/${id}`, { method: "DELETE" })).status).toBe(204);
   expect((await fetch(`${base}/health`)).status).toBe(200);
 });
+
+/** Without what comes and goes: counts, the end. */
+async function outcome(id: string, code: string): Promise<Line[]> {
+  const lines = await Array.fromAsync(execute(id, code));
+  expect(lines.at(-1)).toEqual({ type: "end_of_execution" });
+  return lines.filter(({ type }) => type !== "end_of_execution" && type !== "number_of_executions");
+}
+
+test.skipIf(missing)(
+  "with IPython in the image the kernel is one of its shells: magics, programs, await, rich results, errors",
+  async () => {
+    const ipython = await preparePackage(ROOT, "ipython", "ipython", "8.37.0");
+    if ("missing" in ipython) {
+      console.log(`SKIPPED: the code interpreter with IPython: ${ipython.missing}`);
+      return;
+    }
+    await endServer();
+    [server, base] = await startServer(ipython.interpreter);
+    const id = await context(dir);
+    const main = (text: string) => ({ type: "result", is_main_result: true, text });
+    expect(await outcome(id, "import IPython; IPython.__version__")).toEqual([main("'8.37.0'")]);
+    expect(await outcome(id, "_ * 2, In[1], Out[1]")).toEqual([
+      main("('8.37.08.37.0', 'import IPython; IPython.__version__', '8.37.0')"),
+    ]);
+    expect(await outcome(id, "%time 6 * 7")).toMatchObject([{ type: "stdout" }, main("42")]);
+    expect(await outcome(id, "%%bash\necho in $PWD")).toEqual([{ type: "stdout", text: `in ${dir}\n` }]);
+    expect((await outcome(id, "!echo $((40 + 2))"))[0]?.text?.trim()).toBe("42");
+    expect(await outcome(id, "import asyncio; await asyncio.sleep(0, result='awaited')")).toEqual([
+      main("'awaited'"),
+    ]);
+    const shown =
+      "from IPython.display import HTML, JSON\ndisplay(HTML('<b>x</b>'))\nprint('then')\nJSON({'a': [1]})";
+    expect(await outcome(id, shown)).toMatchObject([
+      { type: "result", is_main_result: false, html: "<b>x</b>" },
+      { type: "stdout", text: "then\n" },
+      { type: "result", is_main_result: true, json: { a: [1] } },
+    ]);
+    const failed = await outcome(id, "def f():\n    return 1 / 0\nf()");
+    expect(failed).toMatchObject([{ type: "error", name: "ZeroDivisionError", value: "division by zero" }]);
+    expect((failed[0] as { traceback?: string }).traceback).toContain("return 1 / 0");
+    expect((failed[0] as { traceback?: string }).traceback).not.toContain("server.py");
+    expect(await outcome(id, "f(")).toMatchObject([{ type: "error", name: "SyntaxError" }]);
+    expect((await outcome(id, "raise SystemExit(3)")).at(-1)).toMatchObject({
+      type: "error",
+      name: "SystemExit",
+    });
+    expect(await outcome(id, "IPython.__version__[0]")).toEqual([main("'8'")]);
+  },
+  240_000,
+);
