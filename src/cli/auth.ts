@@ -37,10 +37,14 @@ class LineReader implements Disposable {
 
   /** The next line; undefined when the input has ended. A hidden one is not echoed on a terminal. */
   async read(prompt: string, hidden: boolean): Promise<string | undefined> {
-    process.stdout.write(prompt);
-    if (!hidden || process.stdin.isTTY !== true) return this.#line();
+    if (!hidden || process.stdin.isTTY !== true) {
+      process.stdout.write(prompt);
+      return this.#line();
+    }
     try {
       using _raw = new RawMode();
+      // Only now: whoever answers at once must not see the answer.
+      process.stdout.write(prompt);
       return await this.#typedLine();
     } finally {
       process.stdout.write("\n");
