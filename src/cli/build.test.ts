@@ -3,6 +3,7 @@ import { mkdirSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { type Build, CliRig } from "../../tests/support/cli-rig.ts";
+import { eventually } from "../../tests/support/eventually.ts";
 import { Api } from "./api.ts";
 import { followBuild, templateNameOf } from "./build.ts";
 
@@ -26,6 +27,13 @@ function working(): { readonly build: Promise<Build> } {
   const { promise, resolve } = Promise.withResolvers<Build>();
   rig.onBuild = resolve;
   return { build: promise };
+}
+
+/** Until a look at a build, begun after this call, has been answered. */
+async function lookedAt(): Promise<void> {
+  const looks = () => rig.calls.filter((call) => /^GET .*\/builds\/.*\/status$/.test(call)).length;
+  const before = looks();
+  await eventually("the build is looked at", () => looks() > before + 1);
 }
 
 describe("aenv build", () => {
@@ -153,7 +161,7 @@ describe("aenv pull", () => {
     ]);
     const it = await build;
     it.logs.push(entry("resolve image"), entry("not shown", "debug"), entry("layer 1/2\r\x1b[31mred"));
-    await Bun.sleep(1_300);
+    await lookedAt();
     it.logs.push(entry("disk nearly full", "warn"));
     it.status = "ready";
     const { code, out, err } = await run;
@@ -230,7 +238,7 @@ describe("aenv pull", () => {
     const it = await build;
     // The log may be read before the outcome is there.
     it.logs.push(entry("layer 1"), entry("registry.example cannot be resolved", "error"));
-    await Bun.sleep(1_300);
+    await lookedAt();
     it.reason = { message: "registry.example cannot be resolved" };
     it.status = "error";
     const run = await running;
@@ -265,11 +273,9 @@ describe("aenv pull", () => {
 
   test("a deadline ends the watching only", async () => {
     working();
-    const from = performance.now();
     const run = await rig.aenv(["pull", "debian", "--timeout", "1"]);
     const id = [...rig.templates.keys()].at(-1);
     expect(run.code).toBe(1);
-    expect(performance.now() - from).toBeLessThan(5_000);
     expect(run.err).toEndWith(
       `Error: the build did not end within 1 s; it goes on\n  watch it with: aenv template watch ${id}\n`,
     );
@@ -291,7 +297,7 @@ describe("aenv pull", () => {
     // And that is how it is watched again, by id and by name.
     const again = rig.aenv(["template", "watch", id!]);
     const named = rig.aenv(["templates", "watch", "debian"]);
-    await Bun.sleep(300);
+    await lookedAt();
     it.status = "ready";
     expect(await again).toMatchObject({ code: 0, out: `Template ${id} is ready.\n` });
     expect((await named).code).toBe(0);
@@ -299,16 +305,21 @@ describe("aenv pull", () => {
 
   test("the server is away for a moment", async () => {
     const { build } = working();
-    const run = rig.aenv(["pull", "debian"]);
+    const run = rig.spawn(["pull", "debian"]);
     const it = await build;
-    await Bun.sleep(300);
+    await lookedAt();
     await rig.silence();
-    await Bun.sleep(1_500);
-    it.status = "ready";
-    rig.listen();
-    const { code, err } = await run;
-    expect(code).toBe(0);
-    expect(err).toContain(`cannot reach the server at ${rig.url}; trying again\n`);
+    const told = `cannot reach the server at ${rig.url}; trying again\n`;
+    let err = "";
+    for await (const chunk of run.stderr) {
+      const before = err.includes(told);
+      err += Buffer.from(chunk).toString();
+      if (before || !err.includes(told)) continue;
+      it.status = "ready";
+      rig.listen();
+    }
+    expect(await run.exited).toBe(0);
+    expect(err).toContain(told);
   });
 
   test("the server stays away; errors that do not pass are told at once", async () => {
@@ -343,15 +354,19 @@ describe("aenv pull", () => {
     await build;
     // The API's own schema has no such status: another server might.
     let status = "polishing";
+    let asked = 0;
     using other = Bun.serve({
       port: 0,
       hostname: "127.0.0.1",
-      fetch: () => Response.json({ templateID: "t", buildID: "b", status, logEntries: [] }),
+      fetch() {
+        asked++;
+        return Response.json({ templateID: "t", buildID: "b", status, logEntries: [] });
+      },
     });
     const watched = followBuild(new Api({ url: `http://127.0.0.1:${other.port}`, apiKey: "k" }), "t", "b", {
       pace: { pollMs: 20, retryDelaysMs: [] },
     });
-    await Bun.sleep(100);
+    await eventually("the status is asked for twice", () => asked > 1);
     status = "ready";
     expect(await watched).toBe(0);
     (await build).status = "ready";

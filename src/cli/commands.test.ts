@@ -85,7 +85,6 @@ describe("aenv auth", () => {
     await terminal.shows("AENV server URL [http://localhost:8000]: ");
     terminal.type("http://typed\r");
     await terminal.shows("API key: ");
-    await Bun.sleep(100);
     terminal.type("nonsense\x15secr\x7f\x7fcret-key\r");
     await terminal.shows("[rc 0 same]");
     expect(Bun.TOML.parse(saved())).toEqual({ url: "http://typed", api_key: "secret-key" });
@@ -105,7 +104,6 @@ describe("aenv auth", () => {
       await terminal.shows("8000]: ");
       terminal.type("\r");
       await terminal.shows("API key: ");
-      await Bun.sleep(100);
       terminal.type("half");
       if (end.startsWith("SIG")) process.kill(await terminal.aenvPid(), end);
       else {

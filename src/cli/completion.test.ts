@@ -102,9 +102,7 @@ describe("candidates", () => {
         `http://127.0.0.1:${hanging.port}`,
       ]) {
         rig.login(url);
-        const from = performance.now();
         expect(await complete(["delete", ""])).toEqual(none);
-        expect(performance.now() - from).toBeLessThan(10_000);
       }
       rig.login(rig.url, "wrong");
       expect(await complete(["delete", ""])).toEqual(none);

@@ -5,6 +5,7 @@ import { existsSync } from "node:fs";
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
 import { CliRig, noGuest } from "../../tests/support/cli-rig.ts";
+import { eventually } from "../../tests/support/eventually.ts";
 import { exitStatus } from "./agent.ts";
 
 // Processes and terminals: a busy machine takes its time.
@@ -189,8 +190,7 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
         const stat = await readFile(`/proc/${pid}/stat`, "utf8").catch(() => ") gone");
         return stat.slice(stat.lastIndexOf(")") + 2).split(" ", 1)[0];
       };
-      for (let i = 0; i < 100 && !["gone", "Z"].includes((await state()) ?? ""); i++) await Bun.sleep(20);
-      expect([name, await state()]).toEqual([name, expect.stringMatching(/^(gone|Z)$/)]);
+      await eventually(`${name} has ended`, async () => /^(gone|Z)$/.test((await state()) ?? ""));
     }
   });
 

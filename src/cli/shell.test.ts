@@ -1,6 +1,7 @@
 import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import { type AddressInfo, createConnection, createServer, type Socket } from "node:net";
 import { CliRig, noGuest, type OnTerminal } from "../../tests/support/cli-rig.ts";
+import { eventually } from "../../tests/support/eventually.ts";
 import { ScreenModes } from "./terminal.ts";
 
 // Processes and terminals: a busy machine takes its time.
@@ -47,19 +48,18 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
 
   test("Ctrl-C, Ctrl-Z and Ctrl-D go to the remote shell", async () => {
     const terminal = await connect(rig.sandbox());
-    terminal.type("sleep 60\r");
-    await terminal.shows("sleep 60\r\n");
-    await Bun.sleep(200);
+    terminal.type("sh -c 'echo first-$((1 + 1)); exec sleep 60'\r");
+    await terminal.shows("first-2\r\n");
     terminal.type("\x03");
-    await terminal.shows("^C");
+    await terminal.shows(/\^C.*guest> /s);
     terminal.type("echo status=$?\r");
     await terminal.shows("status=130\r\n");
-    terminal.type("sleep 60\r");
-    await Bun.sleep(300);
+    terminal.type("sh -c 'echo runs-$((1 + 1)); exec sleep 60'\r");
+    await terminal.shows("runs-2\r\n");
     terminal.type("\x1a");
     await terminal.shows(/Stopped .*sleep 60/);
-    terminal.type("kill %1; wait\r");
-    await Bun.sleep(200);
+    terminal.type("kill %1; wait; echo ended-$((1 + 1))\r");
+    await terminal.shows(/ended-2\r\n.*guest> /s);
     terminal.type("\x04");
     await terminal.shows(/\[rc \d+ same\]/);
   });
@@ -69,8 +69,7 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     terminal.type("stty size\r");
     await terminal.shows("24 80\r\n");
     terminal.resize(133, 51);
-    await Bun.sleep(700);
-    terminal.type("stty size\r");
+    terminal.type('until [ "$(stty size)" = "51 133" ]; do sleep 0.05; done; stty size\r');
     await terminal.shows("51 133\r\n");
     terminal.type("exit\r");
     await terminal.shows("[rc 0 same]");
@@ -90,16 +89,16 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
 
   test("much output and a long paste arrive whole", async () => {
     const terminal = await connect(rig.sandbox());
-    terminal.type("stty -echo -icanon; head -c 60000 | sha256sum; stty echo icanon\r");
-    await Bun.sleep(400);
+    terminal.type("stty -echo -icanon; echo go-$((1 + 1)); head -c 60000 | sha256sum; stty echo icanon\r");
+    await terminal.shows("go-2");
     const line = `é${"x".repeat(56)}é`.slice(0, 57);
     const paste = Array.from({ length: 1000 }, (_, i) => `${line}${i % 10}\n`).join("");
     const bytes = Buffer.from(paste);
     expect(bytes.length).toBe(60_000);
     terminal.type(paste);
-    await terminal.shows(`${new Bun.CryptoHasher("sha256").update(bytes).digest("hex")}  -`, 15_000);
+    await terminal.shows(`${new Bun.CryptoHasher("sha256").update(bytes).digest("hex")}  -`);
     terminal.type("seq 1 60000\r");
-    await terminal.shows("\r\n60000\r\n", 20_000);
+    await terminal.shows("\r\n60000\r\n");
     const counted = Array.from({ length: 60_000 }, (_, i) => `${i + 1}\r\n`).join("");
     expect(terminal.screen().includes(counted)).toBe(true);
     terminal.type("exit\r");
@@ -133,8 +132,8 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
   test("a broken connection is made again, to the same shell", async () => {
     const id = rig.sandbox();
     const terminal = await connect(id);
-    terminal.type("marker=kept-$((1 + 1))\r");
-    await Bun.sleep(200);
+    terminal.type("marker=kept-$((1 + 1)); echo set-$marker\r");
+    await terminal.shows("set-kept-2\r\n");
     rig.cut(id);
     await Bun.sleep(900);
     terminal.type("echo $marker\r");
@@ -145,7 +144,7 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     terminal.type("echo after-$marker\r");
     await Bun.sleep(500);
     rig.listen();
-    await terminal.shows("after-kept-2\r\n", 15_000);
+    await terminal.shows("after-kept-2\r\n");
     terminal.type("exit 5\r");
     await terminal.shows("[rc 5 same]");
   });
@@ -194,10 +193,10 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
   test("a server that stays away ends the session after ten seconds", async () => {
     const id = rig.sandbox();
     const terminal = await connect(id);
+    const from = performance.now();
     await rig.silence();
     try {
-      const from = performance.now();
-      await terminal.shows("[rc 130 same]", 30_000);
+      await terminal.shows("[rc 130 same]", 50_000);
       expect(performance.now() - from).toBeGreaterThan(8_000);
       expect(terminal.screen()).toContain(
         `The connection to the sandbox was lost. Try again with: aenv cn ${id}`,
@@ -205,7 +204,7 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     } finally {
       rig.listen();
     }
-  }, 40_000);
+  });
 
   for (const [signal, code] of [
     ["SIGTERM", 143],
@@ -225,14 +224,17 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
   test("stopped and continued, the terminal is raw again", async () => {
     const terminal = await connect(rig.sandbox());
     const pid = await terminal.aenvPid();
+    const tty = await ttyOf(pid);
+    const settings = () => Bun.spawnSync(["stty", "-F", tty, "-a"], { stdout: "pipe" }).stdout.toString();
     process.kill(pid, "SIGSTOP");
-    await Bun.sleep(100);
-    Bun.spawnSync(["stty", "-F", await ttyOf(pid), "sane"]);
+    await eventually("stopped", async () => /\) T /.test(await Bun.file(`/proc/${pid}/stat`).text()));
+    Bun.spawnSync(["stty", "-F", tty, "sane"]);
+    expect(settings()).toMatch(/^opost .* icanon /ms);
     process.kill(pid, "SIGCONT");
-    await Bun.sleep(300);
+    await eventually("raw again", () => /^-opost .* -icanon /ms.test(settings()));
     terminal.type("\x03");
-    await terminal.shows("^C");
-    await Bun.sleep(200); // An interrupt throws away what was typed just after it.
+    // An interrupt throws away what is typed before the next prompt.
+    await terminal.shows(/\^C.*guest> /s);
     terminal.type("echo still-$((40 + 2))\r");
     await terminal.shows("still-42\r\n");
     terminal.type("exit\r");
@@ -272,17 +274,15 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
   test("the detach keys leave the shell running; --pid comes back to it", async () => {
     const id = rig.sandbox();
     const terminal = await connect(id);
-    terminal.type("kept=state-$((20 + 2))\r");
-    await Bun.sleep(200);
     // Once it is a key like others.
-    terminal.type("cat -v\r");
-    await Bun.sleep(300);
+    terminal.type("kept=state-$((20 + 2)); echo cat-$((1 + 1)); cat -v\r");
+    await terminal.shows("cat-2\r\n");
     terminal.type("\x1d");
-    await Bun.sleep(800);
+    await terminal.shows("^]");
     terminal.type("\r");
-    await terminal.shows("^]\r\n");
+    await terminal.shows("^]\r\n^]\r\n");
     terminal.type("\x04");
-    await Bun.sleep(200);
+    await terminal.shows(/\^\]\r\n.*guest> /s);
     terminal.type("\x1d\x1d");
     await terminal.shows("[rc 0 same]");
     const pid = new RegExp(

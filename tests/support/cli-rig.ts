@@ -1,4 +1,12 @@
-import { existsSync, mkdirSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readlinkSync,
+  rmSync,
+  writeFileSync,
+} from "node:fs";
 import { join } from "node:path";
 import { createControlApi } from "../../src/api/index.ts";
 import { AenvError } from "../../src/lib/errors.ts";
@@ -161,6 +169,19 @@ export class CliRig implements AsyncDisposable {
         .includes("listening")
     )
       throw new Error("the agent did not start");
+  }
+
+  /** Files that the guest's agent is writing and that have no name yet. */
+  unnamedFiles(): number {
+    const fds = `/proc/${this.#agent!.pid}/fd`;
+    return readdirSync(fds).filter((fd) => {
+      try {
+        return readlinkSync(join(fds, fd)).endsWith(" (deleted)");
+      } catch (error) {
+        if ((error as NodeJS.ErrnoException).code === "ENOENT") return false; // closed meanwhile
+        throw error;
+      }
+    }).length;
   }
 
   sandbox(patch: Partial<SandboxRecord> = {}): string {
