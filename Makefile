@@ -23,7 +23,7 @@ SHIELD_SRC := c/memshield/memshield.c
 TS_SRC := $(shell find src ffi -name '*.ts' ! -name '*.test.ts' 2>/dev/null) package.json bun.lock
 NATIVE := build/libaenv.so build/envd build/aenv-ext4 build/aenv-jail build/memshield.so
 
-.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check try-fresh try-image deb release
+.PHONY: build quickstart test start stop bench soak lint fmt check native clean deps sanitize help crash-sim fuzz rig docs-check torture try-fresh try-image deb release
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +74,11 @@ crash-sim: deps native ## power loss under the storage engine (SEEDS=10000 FIRST
 
 docs-check: deps native ## every documented command, option, key and link exists, every existing one is documented
 	@$(BUN) scripts/docs-check.ts
+
+torture: build ## images that are hard to get right, each the root file system of a guest, compared with what other tools make
+	@scripts/bootstrap.sh useful
+	@dist/agentenv setup --home "$${AENV_TEST_HOME:-$(ROOT)/.aenv/home}"
+	@AENV_TEST_LONG=1 $(BUN) test tests/image/torture.test.ts
 
 try-fresh: build ## install, first sandbox, upgrade, crash, uninstall on a fresh machine made for it
 	@scripts/try-fresh.sh
