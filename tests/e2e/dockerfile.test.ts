@@ -3,7 +3,8 @@ import { afterAll, beforeAll, expect, test } from "bun:test";
 import { chmodSync, mkdirSync, mkdtempSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
-import { Sandbox } from "e2b";
+import { CommandExitError, Sandbox } from "e2b";
+import { runCommand } from "../../src/lib/command.ts";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
 import { hostObjects, TestServer } from "../support/server.ts";
 
@@ -139,20 +140,32 @@ HEALTHCHECK --interval=2s CMD exec 3<>/dev/tcp/127.0.0.1/$PORT
   expect(again.stderr).toContain("CACHED [6/");
 }, 400_000);
 
-test("FR-63: FROM scratch: files and directories need nothing of the image, not even a shell", async () => {
-  const dockerfile = `ARG BASE
-FROM \${BASE} AS tools
-FROM scratch
-COPY --from=tools /usr/bin/python3.11 /nowhere/
+test("FR-63: FROM scratch: one static program, no shell: builds, boots, runs; a shell's command says what is missing", async () => {
+  const tool = join(context, "tool");
+  const source = join(import.meta.dir, "../support/guest-tool.c");
+  await runCommand(["musl-gcc", "-static", "-Os", "-s", "-o", tool, source], { timeoutMs: 60_000 });
+  const dockerfile = `FROM scratch
+COPY tool /app
+RUN ["/app", "while", "building"]
 WORKDIR /a/b
 USER 65532
 `;
-  const base = ["--build-arg", `BASE=${registry.debian}`];
-  expect(await build("scratch", dockerfile, ...base, "--start-cmd", "")).toMatchObject({ exitCode: 0 });
+  const built = await build("scratch", dockerfile, "--start-cmd", "");
+  expect(built).toMatchObject({ exitCode: 0 });
+  expect(built.stderr).toContain("0:0 while building");
   await inside("scratch", async (sandbox) => {
     expect((await sandbox.files.list("/a")).map(({ name }) => name)).toEqual(["b"]);
-    expect((await sandbox.files.getInfo("/nowhere/python3.11")).size).toBeGreaterThan(1_000_000);
+    const run = await server.run(["exec", sandbox.sandboxId, "--", "/app", "one", "two words"]);
+    expect(run).toMatchObject({ exitCode: 0, stdout: "65532:65532 one two words\n" });
+    const shell = await sandbox.commands.run("true").catch((error: unknown) => error);
+    expect(shell).toBeInstanceOf(CommandExitError);
+    expect(shell).toMatchObject({ exitCode: 127, stderr: "/bin/bash: no shell in image\n" });
   });
+  const refused = await build("scratch", `${dockerfile}RUN echo "in a shell"\n`, "--start-cmd", "");
+  expect(refused.exitCode).toBe(1);
+  expect(refused.stderr).toContain("there is no shell in the image (no /bin/sh)");
+  // What was built before is still there.
+  await inside("scratch", async (sandbox) => expect(await sandbox.files.exists("/app")).toBe(true));
 }, 180_000);
 
 test("a step that fails names the stage's step and the exit status; nothing runs on", async () => {

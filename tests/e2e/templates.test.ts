@@ -295,6 +295,20 @@ describe("bounds", () => {
     const template = Template().fromImage(registry.debian).setUser("root").runCmd("echo began; sleep 3600");
     const info = await Template.buildInBackground(template, "hangs", { ...connection, ...SMALL });
     await logged(info, "began");
+    // Readers of the log that go away in the middle change nothing.
+    const status = `/templates/${info.templateId}/builds/${info.buildId}/status`;
+    await Promise.all(
+      Array.from({ length: 20 }, async () => {
+        const gone = new AbortController();
+        const reading = fetch(`${server.url}${status}?logsOffset=0`, {
+          headers: { "x-api-key": connection.apiKey },
+          signal: gone.signal,
+        });
+        gone.abort();
+        await expect(reading).rejects.toThrow(/abort/i);
+      }),
+    );
+    expect(((await (await api("GET", status)).json()) as { status: string }).status).toBe("building");
     expect((await api("DELETE", `/templates/${info.templateId}`)).status).toBe(409);
     const began = performance.now();
     expect((await api("DELETE", `/templates/${info.templateId}/builds/${info.buildId}`)).status).toBe(204);

@@ -177,6 +177,8 @@ export const CASES: readonly TortureCase[] = [
           xattrs: { "user.text": "value", "user.binary": bytes(0, 10, 61, 255), "user.empty": "" },
         }),
         dir("dir", { xattrs: { "user.dir": "on a directory" } }),
+        dir("inherited", { mode: 0o755, xattrs: { "system.posix_acl_default": ACL } }),
+        file("inherited/not", "x", { mode: 0o640 }),
         file("large", "x", { xattrs: { "user.large": "v".repeat(3000) } }),
       ],
       [file("user", "again", { xattrs: { "user.other": "replaced" } })],
@@ -357,12 +359,13 @@ export const CASES: readonly TortureCase[] = [
     ]),
   },
   {
-    name: "gzip, several members, zstd, several frames, plain",
+    name: "gzip, several members, zstd, several and skippable frames, plain",
     layers: [
       compressed([root, file("gzip", "x".repeat(70_000))], "gzip"),
       compressed([file("members", "y".repeat(70_000))], "gzip-members"),
       compressed([file("zstd", "z".repeat(70_000))], "zstd"),
       compressed([file("frames", "w".repeat(70_000))], "zstd-frames"),
+      compressed([file("chunked", "u".repeat(70_000))], "zstd-chunked"),
       compressed([file("plain", "v".repeat(70_000))], "none"),
       compressed([], "none"),
     ],

@@ -106,14 +106,14 @@ afterAll(async () => {
   await rig?.[Symbol.asyncDispose]();
   if (converted.length === 0) return;
   const cell = (text: string | undefined) => (text ?? "-").padEnd(8);
-  const head = `${"image".padEnd(62)} layers entries  ${[...COMPARISONS, "mounted", "guest"].map(cell).join(" ")} e2fsck`;
+  const head = `${"image".padEnd(66)} layers entries  ${[...COMPARISONS, "mounted", "guest"].map(cell).join(" ")} e2fsck`;
   const rows = converted.map(({ torture, layers, references }) => {
     const same = COMPARISONS.map((name) =>
       cell(references.some(({ by }) => by === name) ? "same" : undefined),
     );
     const entries = references[0]!.tree.size;
     return [
-      torture.name.padEnd(62),
+      torture.name.padEnd(66),
       String(layers).padStart(6),
       `${String(entries).padStart(7)} `,
       ...same,

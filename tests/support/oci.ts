@@ -189,7 +189,7 @@ export function makeTar(entries: readonly TarInput[]): Buffer {
   return Buffer.concat([...entries.map(tarEntry), Buffer.alloc(1024)]);
 }
 
-export type Compression = "none" | "gzip" | "gzip-members" | "zstd" | "zstd-frames";
+export type Compression = "none" | "gzip" | "gzip-members" | "zstd" | "zstd-frames" | "zstd-chunked";
 
 export function compress(tar: Uint8Array, compression: Compression): Uint8Array {
   const half = Math.floor(tar.length / 2);
@@ -205,7 +205,21 @@ export function compress(tar: Uint8Array, compression: Compression): Uint8Array 
       return zstdCompressSync(tar);
     case "zstd-frames":
       return Buffer.concat(parts.map((part) => zstdCompressSync(part)));
+    case "zstd-chunked":
+      // Frames that a decoder skips, as zstd:chunked has them for its table of contents.
+      return Buffer.concat([
+        ...parts.flatMap((part, i) => [skippable(i, Buffer.from("between")), zstdCompressSync(part)]),
+        skippable(15, Buffer.alloc(70_000, "table of contents")),
+      ]);
   }
+}
+
+/** A skippable frame (RFC 8878, 3.1.2): magic number 0x184D2A50 to …5F, length, any bytes. */
+function skippable(kind: number, content: Uint8Array): Buffer {
+  const head = Buffer.alloc(8);
+  head.writeUInt32LE(0x184d2a50 + kind, 0);
+  head.writeUInt32LE(content.length, 4);
+  return Buffer.concat([head, content]);
 }
 
 export interface LayerInput {
@@ -233,6 +247,7 @@ const LAYER_SUFFIX: Readonly<Record<Compression, string>> = {
   "gzip-members": "+gzip",
   zstd: "+zstd",
   "zstd-frames": "+zstd",
+  "zstd-chunked": "+zstd",
 };
 
 export function jsonBlob(value: unknown): Buffer {
