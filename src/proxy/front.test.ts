@@ -2,9 +2,11 @@ import { afterAll, beforeAll, describe, expect, test } from "bun:test";
 import { createHash, randomBytes } from "node:crypto";
 import { createServer as createNetServer, type Server as NetServer, connect as netConnect } from "node:net";
 import { gzipSync } from "node:zlib";
+import { eventually } from "../../tests/support/eventually.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import type { RouteLookup, SandboxRecord } from "../orchestrator/types.ts";
+import type { FrontOptions } from "./front.ts";
 import { type ExchangeReport, type Front, startFront } from "./index.ts";
 
 const RUNNING = "01936f8e-72f5-7000-8000-000000000001";
@@ -53,7 +55,11 @@ const orchestrator = {
 };
 
 let front: Front;
+/** The same with no patience: only for what is about that. */
+let strict: Front;
 let base: string;
+/** Where the next event of the service's stream comes from. */
+let nextEvent: () => Promise<void>;
 /** What a service saw last. */
 let seen: { method: string; url: string; headers: Record<string, string>; body: string };
 let service: ReturnType<typeof Bun.serve>;
@@ -85,7 +91,7 @@ beforeAll(async () => {
             async start(controller) {
               for (let i = 0; i < 3; i++) {
                 controller.enqueue(`data: ${i}\n\n`);
-                await Bun.sleep(60);
+                await nextEvent();
               }
               controller.close();
             },
@@ -132,51 +138,54 @@ beforeAll(async () => {
   });
   await new Promise<void>((resolve) => raw.listen(0, "127.0.0.1", resolve));
   rawPort = (raw.address() as { port: number }).port;
-  front = startFront({
-    hostname: "127.0.0.1",
-    port: 0,
-    domains: ["box.example"],
-    apiKeys: [API_KEY],
-    orchestrator,
-    log: createLogger("front-test"),
-    limits: {
-      connectMs: 1000,
-      bodyIdleMs: 400,
-      responseHeadMs: 400,
-      headMs: 400,
-      autoResumeMs: 1000,
-      lingerMs: 300,
-    },
-    control: {
-      hasPath: (path) => path.startsWith("/control"),
-      async handle(request) {
-        if (request.url.endsWith("/control/slow")) await Bun.sleep(100);
-        return Response.json({ method: request.method, url: request.url, body: await request.text() });
+  const start = (limits: FrontOptions["limits"]): Front =>
+    startFront({
+      hostname: "127.0.0.1",
+      port: 0,
+      domains: ["box.example"],
+      apiKeys: [API_KEY],
+      orchestrator,
+      log: createLogger("front-test"),
+      ...(limits && { limits }),
+      control: {
+        hasPath: (path) => path.startsWith("/control"),
+        async handle(request) {
+          if (request.url.endsWith("/control/slow")) await Bun.sleep(100);
+          return Response.json({ method: request.method, url: request.url, body: await request.text() });
+        },
       },
-    },
-  });
+    });
+  front = start(undefined);
+  strict = start({ bodyIdleMs: 400, responseHeadMs: 400, headMs: 400, lingerMs: 300 });
   base = `http://127.0.0.1:${front.port}`;
 });
 
 afterAll(async () => {
   await front.stop(100);
+  await strict.stop(100);
   await service.stop(true);
   raw.close();
 });
 
-/** Sends raw bytes and collects what comes back until the other side ends. */
+/**
+ * Sends raw bytes and collects what comes back until the other side ends. Between parts: a pattern waits until
+ * what came back has it, a function is called.
+ */
 function exchange(
-  parts: readonly (string | Buffer | number)[],
-  options: { readonly halfClose?: boolean } = {},
+  parts: readonly (string | Buffer | RegExp | (() => void))[],
+  options: { readonly halfClose?: boolean; readonly at?: Front } = {},
 ): Promise<{ text: string; reset: boolean }> {
   return new Promise((resolve) => {
-    const socket = netConnect({ port: front.port, host: "127.0.0.1", allowHalfOpen: true });
+    const { port } = options.at ?? front;
+    const socket = netConnect({ port, host: "127.0.0.1", allowHalfOpen: true });
     let text = "";
     let ended = false;
     let failed = false;
-    socket.setTimeout(5000, () => socket.destroy());
+    let grown: () => void = () => undefined;
+    socket.setTimeout(20_000, () => socket.destroy());
     socket.on("data", (chunk) => {
       text += chunk.toString("latin1");
+      grown();
     });
     socket.on("end", () => {
       ended = true;
@@ -188,7 +197,13 @@ function exchange(
     socket.on("close", () => resolve({ text, reset: failed || !ended }));
     void (async () => {
       for (const part of parts) {
-        if (typeof part === "number") await Bun.sleep(part);
+        if (part instanceof RegExp) {
+          while (!part.test(text)) {
+            await new Promise<void>((resolve) => {
+              grown = resolve;
+            });
+          }
+        } else if (typeof part === "function") part();
         else socket.write(part);
       }
       if (options.halfClose) socket.end();
@@ -232,7 +247,7 @@ describe("control plane", () => {
 
   test("a client that never finishes its head is cut", async () => {
     // It would read for ever.
-    expect((await exchange(["GET / HT"])).text).toBe("");
+    expect((await exchange(["GET / HT"], { at: strict })).text).toBe("");
   });
 });
 
@@ -316,11 +331,18 @@ describe("data plane", () => {
   });
 
   test("server-sent events come one by one", async () => {
+    let { promise, resolve } = Promise.withResolvers<void>();
+    nextEvent = () => promise;
     const reply = await fetch(`${base}/sse`, { headers: route(RUNNING, service.port!) });
-    const times: number[] = [];
-    for await (const _ of reply.body!) times.push(performance.now());
-    expect(times.length).toBe(3);
-    expect(times[2]! - times[0]!).toBeGreaterThan(80);
+    const events: string[] = [];
+    for await (const event of reply.body!) {
+      events.push(Buffer.from(event).toString());
+      // Only now the service goes on.
+      const go = resolve;
+      ({ promise, resolve } = Promise.withResolvers<void>());
+      go();
+    }
+    expect(events).toEqual(["data: 0\n\n", "data: 1\n\n", "data: 2\n\n"]);
   });
 
   test("a big upload arrives whole with flat memory", async () => {
@@ -366,8 +388,11 @@ describe("data plane", () => {
     const socket = netConnect(front.port, "127.0.0.1");
     socket.pause();
     socket.write(head());
-    await Bun.sleep(700);
-    expect(blocked).toBe(true);
+    await eventually("the service is held up", async () => {
+      const before = written;
+      await Bun.sleep(300);
+      return blocked && written === before;
+    });
     expect(written).toBeLessThan(64 << 20);
     socket.destroy();
   });
@@ -409,15 +434,16 @@ describe("data plane", () => {
 
   test("expectations are answered by the proxy", async () => {
     const request = `POST /e HTTP/1.1\r\nHost: x\r\ne2b-sandbox-id: ${RUNNING}\r\ne2b-sandbox-port: ${service.port}\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n`;
-    const { text } = await exchange([request, 100, "ok"]);
+    const { text } = await exchange([request, /100 Continue\r\n\r\n/, "ok"]);
     expect(text).toStartWith("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200");
     expect(text).toEndWith("POST ok");
   });
 
   test("silence has limits: request body, response head", async () => {
     onRaw = () => undefined;
-    expect((await exchange([head("Content-Length: 10\r\n", "/", "POST")])).text).toStartWith("HTTP/1.1 504");
-    expect((await exchange([head("Connection: close\r\n")])).text).toStartWith("HTTP/1.1 504");
+    for (const request of [head("Content-Length: 10\r\n", "/", "POST"), head("Connection: close\r\n")]) {
+      expect((await exchange([request], { at: strict })).text).toStartWith("HTTP/1.1 504");
+    }
   });
 
   test("malformed answers of a service are a bad gateway", async () => {
@@ -471,7 +497,7 @@ describe("tunnels", () => {
       });
     };
     const { text, reset } = await exchange(
-      [head("Connection: Upgrade\r\nUpgrade: echo\r\n"), 100, "one ", "two"],
+      [head("Connection: Upgrade\r\nUpgrade: echo\r\n"), /101 .*\r\n\r\n/s, "one ", "two"],
       {
         halfClose: true,
       },
@@ -564,15 +590,13 @@ describe("who may and where to", () => {
     onRaw = (socket) => {
       socket.once("data", () => socket.write("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"));
     };
-    const streaming = exchange([head()]);
-    await Bun.sleep(150);
-    gone.abort();
-    const { text } = await streaming;
+    const { text } = await exchange([head(), /abc$/, () => gone.abort()]);
     expect(text).toEndWith("abc");
     gone = new AbortController();
-    onRaw = () => undefined;
+    const asked = Promise.withResolvers<void>();
+    onRaw = (socket) => void socket.once("data", () => asked.resolve());
     const waiting = exchange([head("Connection: close\r\n")]);
-    await Bun.sleep(100);
+    await asked.promise;
     gone.abort();
     expect((await waiting).text).toStartWith("HTTP/1.1 502");
     gone = new AbortController();
@@ -646,12 +670,13 @@ describe("bounds", () => {
       limits: { maxPerSandbox: 1, maxConnections: 3 },
       control: { hasPath: () => false, handle: async () => new Response() },
     });
-    onRaw = () => undefined;
+    const asked = Promise.withResolvers<void>();
+    onRaw = (socket) => void socket.once("data", () => asked.resolve());
     const url = `http://127.0.0.1:${small.port}`;
     const waiting = netConnect({ port: small.port, host: "127.0.0.1" });
     waiting.write(head());
     try {
-      await Bun.sleep(100);
+      await asked.promise;
       const refused = await fetch(url, { headers: route(RUNNING, rawPort) });
       expect([refused.status, refused.headers.get("retry-after")]).toEqual([429, "1"]);
       expect(await refused.json()).toMatchObject({ code: 429, sandboxId: RUNNING });
@@ -662,12 +687,12 @@ describe("bounds", () => {
           full += chunk.toString();
         });
       }
-      for (let i = 0; i < 50 && full === ""; i++) await Bun.sleep(20);
+      await eventually("one of them is refused", () => full.includes("\r\n\r\n"));
       expect(full).toStartWith("HTTP/1.1 429");
       expect(full).toContain("Retry-After: 1");
       for (const socket of spare) socket.destroy();
       waiting.destroy();
-      for (let i = 0; i < 50 && reports.length < 2; i++) await Bun.sleep(20);
+      await eventually("both are reported", () => reports.length >= 2);
       expect(reports.map(({ source, status }) => [source, status])).toEqual([
         ["proxy_header", 429],
         ["proxy_header", 499],
@@ -710,8 +735,7 @@ test("a port in use says so", () => {
 });
 
 test("no connection is left behind", async () => {
-  for (let i = 0; i < 100 && front.connections > 2; i++) await Bun.sleep(50);
-  expect(front.connections).toBeLessThanOrEqual(2);
+  await eventually("they are closed", () => front.connections <= 2);
 });
 
 describe("what a hostile client tries", () => {
@@ -733,7 +757,7 @@ describe("what a hostile client tries", () => {
       "/",
       "POST",
     );
-    const reply = await exchange([request + hidden, 300], { halfClose: true });
+    const reply = await exchange([request + hidden, /\r\n\r\n/], { halfClose: true });
     expect(connections).toBe(1);
     // The body is the service's: nothing of it was answered by the control plane.
     expect(reply.text).not.toContain('"method"');
