@@ -22,13 +22,13 @@ import { createNetworkService } from "./network/index.ts";
 import { createObserver } from "./observability/index.ts";
 import { createOrchestrator, hasTokenProtectedSandboxes, lockHome } from "./orchestrator/index.ts";
 import { requireFreeAddress, startFront } from "./proxy/index.ts";
-import { consoleLogPath, createSandboxFactory } from "./sandbox/index.ts";
+import { consoleLogPath, createSandboxFactory, createVmPool } from "./sandbox/index.ts";
 import { requireHost, resolveRuntime } from "./setup/index.ts";
 import { createPosixRepository } from "./snapshot/index.ts";
 import { chooseExport, probeUblk, startBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
 import { commit, version } from "./version.ts";
-import { createFirecrackerDriver, createQemuDriver } from "./vmm/index.ts";
+import { createFirecrackerDriver, createQemuDriver, type FirecrackerDriverOptions } from "./vmm/index.ts";
 
 const HELP = `Runs the server: the E2B-compatible API, the proxy into sandboxes, and their lifecycle.
 
@@ -46,11 +46,40 @@ them running, for the next server to take over.
 const MIB = 1024 ** 2;
 const GIB = 1024 ** 3;
 const STOP_GRACE_MS = 5_000;
+const POOL_PATIENCE_MS = 10_000;
 
 /** What the kernel says can be given out without swapping. */
 function availableMemoryMiB(): number {
   const kib = /^MemAvailable:\s+(\d+) kB$/m.exec(readFileSync("/proc/meminfo", "utf8"))?.[1];
   return kib === undefined ? Number.POSITIVE_INFINITY : Number(kib) / 1024;
+}
+
+function firecrackerOptions(
+  config: NodeConfig,
+  guestKernel: { readonly kernelPath: string; readonly kernelVersion: string },
+  log: Logger,
+): FirecrackerDriverOptions {
+  const { firecracker, virtualizationMode } = config;
+  return {
+    binary: firecracker.binaryPath ?? "/usr/bin/firecracker",
+    ...guestKernel,
+    mode: virtualizationMode === "pvm" ? "pvm" : "kvm",
+    workDir: firecracker.workDir,
+    jailHelper: installAsset("aenv-jail", join(config.homePath, "cache", "bin")),
+    ...(firecracker.jailerPath === undefined ? {} : { jailerPath: firecracker.jailerPath }),
+    users: { firstUid: firecracker.jailUid, count: firecracker.jailUidCount, gid: firecracker.jailGid },
+    ...(firecracker.cgroup === "" ? {} : { cgroup: firecracker.cgroup }),
+    ...(firecracker.cpuTemplate === undefined ? {} : { cpuTemplate: firecracker.cpuTemplate }),
+    ...(firecracker.cpuTemplatePath === undefined ? {} : { cpuTemplatePath: firecracker.cpuTemplatePath }),
+    bootArgs: firecracker.bootArgs,
+    trackDirtyPages: config.memorySnapshot.trackDirtyPages,
+    socketTimeoutMs: firecracker.socketTimeoutSecs * 1000,
+    socketPollMs: firecracker.socketPollMs,
+    ...(firecracker.logLevel === undefined
+      ? {}
+      : { capture: { dir: firecracker.serialDir, level: firecracker.logLevel } }),
+    log,
+  };
 }
 
 /** Everything a node is made of, from the configuration. Disposing stops it in the right order. */
@@ -72,14 +101,6 @@ async function startNode(config: NodeConfig, log: Logger) {
     log,
     progress: ({ phase, item, message }) => log.info({ phase, item, message }, "preparing"),
   });
-  if (config.virtualizationMode === "pvm") {
-    throw new AenvError({
-      code: "virtualization_unsupported",
-      status: 400,
-      message: 'virtualization_mode "pvm" needs the Firecracker driver, which this version does not have',
-      remediation: 'set virtualization_mode to "auto", "kvm" or "tcg"',
-    });
-  }
   const apiKey = loadApiKey({ homePath: home, env: process.env, generate: true });
   if (apiKey === undefined) throw new Error("a key is generated when there is none");
   if (apiKey.generated) log.info({ path: apiKey.path }, "made an API key");
@@ -92,17 +113,13 @@ async function startNode(config: NodeConfig, log: Logger) {
   const vmmLog = log.child({ room: "vmm" });
   const vmm =
     config.vmm === "firecracker"
-      ? createFirecrackerDriver({
-          binary: config.firecracker.binaryPath ?? "/usr/bin/firecracker",
-          ...guestKernel,
-          log: vmmLog,
-        })
+      ? stack.use(createFirecrackerDriver(firecrackerOptions(config, guestKernel, vmmLog)))
       : createQemuDriver({
           binary: runtime.qemu.binary,
           dataDirs: runtime.qemu.dataDirs,
           ...(runtime.qemu.moduleDir === undefined ? {} : { moduleDir: runtime.qemu.moduleDir }),
           ...(runtime.qemu.libraryPath === undefined ? {} : { libraryPath: runtime.qemu.libraryPath }),
-          mode: config.virtualizationMode,
+          mode: config.virtualizationMode === "pvm" ? "kvm" : config.virtualizationMode,
           ...guestKernel,
           shieldPath: installAsset("memshield", join(home, "cache", "bin")),
           probeCacheDir: join(home, "cache"),
@@ -172,8 +189,26 @@ async function startNode(config: NodeConfig, log: Logger) {
     maxCacheBytes: config.memorySnapshot.resumeCacheMaxSizeGb * GIB,
     log: log.child({ room: "memory" }),
   });
+  const { lowWatermark, highWatermark, firecracker: vmPool } = config.pool;
+  const warm = vmPool.enabled
+    ? createVmPool({
+        vmm,
+        network,
+        pool: {
+          lowWatermark,
+          highWatermark,
+          maintenance: vmPool.maintenanceEnabled,
+          prewarm: vmPool.startupPrewarm,
+          concurrency: vmPool.fillConcurrency,
+        },
+        log: log.child({ room: "vmm" }),
+      })
+    : undefined;
+  if (warm !== undefined) stack.use(warm);
   const sandboxes = createSandboxFactory({
     vmm,
+    ...(warm === undefined ? {} : { warm }),
+    ...(config.vmm === "firecracker" ? { killGraceMs: config.firecracker.socketTimeoutSecs * 1000 } : {}),
     memory,
     network,
     blockClient: blockd.client,
@@ -334,6 +369,8 @@ async function startNode(config: NodeConfig, log: Logger) {
   }
   await orchestrator.start();
   await templates.start();
+  // Before the first request, for a while; what is missing then comes later.
+  await warm?.start(POOL_PATIENCE_MS);
   if (config.image.cache.gc.enabled) {
     const collect = async () =>
       images.collect(new Set([...(await templates.pinnedFiles()), ...orchestrator.pinnedFiles()]));
@@ -372,6 +409,8 @@ async function startNode(config: NodeConfig, log: Logger) {
     async leave() {
       await front.stop(STOP_GRACE_MS);
       await templates[Symbol.asyncDispose]();
+      // Processes without a VM are nobody's.
+      await warm?.[Symbol.asyncDispose]();
     },
     async stop() {
       await front.stop(STOP_GRACE_MS);

@@ -252,7 +252,10 @@ int jail_add(pid_t pid, const struct jail *jail) {
   }
   if (jail->max_file_bytes > 0) {
     struct rlimit files = {.rlim_cur = jail->max_file_bytes, .rlim_max = jail->max_file_bytes};
-    STEP("limit", "the size of files", prlimit(pid, RLIMIT_FSIZE, &files, NULL));
+    jail_step = "limit";
+    jail_subject = "the size of files";
+    /* Another account's limits are CAP_SYS_RESOURCE's to change; without it the process keeps what it started with. */
+    if (prlimit(pid, RLIMIT_FSIZE, &files, NULL) < 0 && errno != EPERM) return -errno;
   }
   STEP("unshare", "the file system's state", unshare(CLONE_FS));
   STEP("enter the jail of", path, setns(space, CLONE_NEWNS));

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-enum { JAIL_MAX_ENTRIES = 24 };
+enum { JAIL_MAX_ENTRIES = 48 };
 
 /* What a jail is given of the host: a file or directory, or a device node of its own. */
 struct jail_entry {

@@ -228,7 +228,8 @@ describe("parts that are not there", () => {
     expect(() => server("", { AENV_CUSTOM_EXTENSION_URL: "http://e:1" })).toThrow(
       /custom_extension\.url = "http:\/\/e:1" \(from AENV_CUSTOM_EXTENSION_URL\): this version does not have/,
     );
-    expect(() => server('virtualization_mode = "PVM"')).toThrow("the PVM mode");
+    expect(() => server('virtualization_mode = "PVM"')).toThrow('needs vmm = "firecracker"');
+    expect(() => server('virtualization_mode = "tcg"\nvmm = "firecracker"')).toThrow('needs vmm = "qemu"');
     // What only reads the configuration, as setup does, is not in the way.
     expect(load('virtualization_mode = "pvm"').virtualizationMode).toBe("pvm");
   });

@@ -210,6 +210,18 @@ export const configSchema = z.object({
         word(["Error", "Warning", "Info", "Debug", "Trace"]),
       ])
       .optional(),
+    cpu_template: word(["T2", "T2S", "T2CL", "T2A", "C3", "V1N1"]).optional(),
+    cpu_template_path: optionalPath(),
+    jailer_path: optionalPath(),
+    jail_uid: integer(1_879_048_192, 1, U32 - 1),
+    jail_uid_count: integer(65_536, 1, 1 << 20),
+    jail_gid: integer(1_879_048_192, 1, U32 - 1),
+    cgroup: z
+      .string()
+      .trim()
+      .regex(/^([A-Za-z0-9_.@:-]+(\/[A-Za-z0-9_.@:-]+)*)?$/, "must be names separated by /, or empty")
+      .refine((value) => !value.split("/").includes(".."), "must not contain ..")
+      .default("agentenv"),
   }),
   qemu: table({ binary_path: optionalPath() }),
   kernel: table({ version: optionalText(), url: optionalText(), image_path: optionalPath() }),

@@ -13,7 +13,6 @@ const SWITCHES: readonly {
   readonly on: (value: unknown) => boolean;
   readonly part: string;
 }[] = [
-  { key: "virtualization_mode", on: (value) => value === "pvm", part: "the PVM mode" },
   {
     key: "observability.scheduler_report.enabled",
     on: (value) => value === true,
@@ -29,12 +28,6 @@ const SWITCHES: readonly {
 const WITHOUT_EFFECT: readonly string[] = [
   "firecracker.version",
   "firecracker.url",
-  "firecracker.boot_args",
-  "firecracker.socket_timeout_secs",
-  "firecracker.socket_poll_ms",
-  "firecracker.work_dir",
-  "firecracker.serial_dir",
-  "firecracker.log_level",
   "kernel.version",
   "kernel.url",
   "tools.",
@@ -43,7 +36,6 @@ const WITHOUT_EFFECT: readonly string[] = [
   "envd.version",
   "volume.",
   "pool.block.",
-  "pool.firecracker.",
   "observability.scheduler_report.",
   "cluster.",
   "p2p.",
@@ -59,7 +51,6 @@ const WITHOUT_EFFECT: readonly string[] = [
   "ublk.overlaybd.p2p_lookup_timeout_ms",
   "ublk.overlaybd.p2p_fetch_range_timeout_ms",
   "memory_snapshot.overlaybd_global_config_path",
-  "memory_snapshot.track_dirty_pages",
   "memory_snapshot.background_download.",
   "template_build.builder_image",
   "template_build.builder_cpu_count",
@@ -72,12 +63,30 @@ export function hasNoEffect(name: string): boolean {
   return WITHOUT_EFFECT.some((entry) => (entry.endsWith(".") ? name.startsWith(entry) : name === entry));
 }
 
-/** What is switched on and not there: one problem per key. */
+/** Keys that mean something to Firecracker alone. */
+function isFirecrackers(name: string): boolean {
+  if (name === "firecracker.allowed_extra_boot_args_prefixes") return false;
+  return (
+    name.startsWith("firecracker.") ||
+    name.startsWith("pool.firecracker.") ||
+    name === "memory_snapshot.track_dirty_pages"
+  );
+}
+
+/** The VMM that each virtualization mode needs, where it is one alone. */
+const MODE_VMM: Readonly<Record<string, RawConfig["vmm"]>> = { pvm: "firecracker", tcg: "qemu" };
+
+/** What is switched on and not there, or not together: one problem per key. */
 export function unbuiltProblems(config: RawConfig): Problem[] {
-  return SWITCHES.flatMap(({ key, on, part }) => {
+  const { virtualization_mode: mode } = config;
+  const vmm = MODE_VMM[mode] ?? config.vmm;
+  const together: Problem[] =
+    vmm === config.vmm ? [] : [{ key: "virtualization_mode", value: mode, rule: `needs vmm = "${vmm}"` }];
+  const unbuilt = SWITCHES.flatMap(({ key, on, part }) => {
     const value = getAt(config, key.split("."));
     return on(value) ? [{ key, value, rule: `this version does not have ${part}` }] : [];
   });
+  return [...together, ...unbuilt];
 }
 
 /** Keys without effect that have been given a value of their own. `given` tells which the file or the environment sets. */
@@ -86,9 +95,10 @@ export function withoutEffectWarnings(
   pristine: RawConfig,
   given: (key: ConfigKey) => boolean,
 ): string[] {
-  return CONFIG_KEYS.filter((key) => hasNoEffect(key.name) && given(key)).flatMap((key) =>
-    Bun.deepEquals(getAt(config, key.parts), getAt(pristine, key.parts))
-      ? []
-      : [`${key.name} has no effect in this version`],
-  );
+  return CONFIG_KEYS.filter((key) => given(key)).flatMap((key) => {
+    const idle = config.vmm === "qemu" && isFirecrackers(key.name);
+    if (!hasNoEffect(key.name) && !idle) return [];
+    if (Bun.deepEquals(getAt(config, key.parts), getAt(pristine, key.parts))) return [];
+    return [`${key.name} has no effect ${hasNoEffect(key.name) ? "in this version" : 'with vmm = "qemu"'}`];
+  });
 }

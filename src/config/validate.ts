@@ -18,6 +18,7 @@ export function crossKeyProblems(config: RawConfig, warnings: string[]): Problem
   return [
     ...gcProblems(config),
     ...toolsProblems(config),
+    ...firecrackerProblems(config),
     ...networkProblems(config),
     ...rateProblems(config),
     ...poolProblems(config),
@@ -49,6 +50,25 @@ function toolsProblems({ tools }: RawConfig): Problem[] {
       value: tools[name],
       rule: "needs tools.version to be set, too",
     }));
+}
+
+function firecrackerProblems({ firecracker }: RawConfig): Problem[] {
+  const problems: Problem[] = [];
+  if (firecracker.cpu_template !== undefined && firecracker.cpu_template_path !== undefined) {
+    problems.push({
+      key: "firecracker.cpu_template",
+      value: firecracker.cpu_template,
+      rule: "and firecracker.cpu_template_path exclude each other",
+    });
+  }
+  if (firecracker.jail_uid + firecracker.jail_uid_count > 2 ** 32 - 1) {
+    problems.push({
+      key: "firecracker.jail_uid_count",
+      value: firecracker.jail_uid_count,
+      rule: "ends beyond the last user id, 4294967294",
+    });
+  }
+  return problems;
 }
 
 function networkProblems({ network: { internal } }: RawConfig): Problem[] {

@@ -9,6 +9,8 @@ export interface PoolOptions {
   readonly maintenance?: boolean;
   /** Fill to the low watermark at start. */
   readonly prewarm?: boolean;
+  /** Entries made at once. Default 1: those who wait for an entry of their own come first. */
+  readonly concurrency?: number;
   /** A target that has not been needed for so long is halved, down to the low watermark. Default 10 min. */
   readonly shrinkAfterMs?: number;
 }
@@ -30,6 +32,7 @@ export class WarmPool<T> implements AsyncDisposable {
   readonly #high: number;
   readonly #maintenance: boolean;
   readonly #shrinkAfterMs: number;
+  readonly #concurrency: number;
   readonly #log: Logger;
   #target: number;
   /** More idle ones than this are removed: the high watermark, or after a calm time the target. */
@@ -51,6 +54,7 @@ export class WarmPool<T> implements AsyncDisposable {
     this.#high = options.highWatermark;
     this.#maintenance = options.maintenance ?? true;
     this.#shrinkAfterMs = options.shrinkAfterMs ?? DEFAULT_SHRINK_AFTER_MS;
+    this.#concurrency = options.concurrency ?? 1;
     this.#create = create;
     this.#destroy = destroy;
     this.#log = log;
@@ -127,15 +131,23 @@ export class WarmPool<T> implements AsyncDisposable {
     });
   }
 
-  /** One at a time: those who wait for an entry of their own come first. */
   async #work(): Promise<void> {
     try {
-      while (!this.#closed && this.#idle.length < this.#target) this.#idle.push(await this.#create());
+      while (!this.#closed && this.#idle.length < this.#target) await this.#fill();
       while (!this.#closed && this.#idle.length > this.#ceiling) await this.#destroy(this.#idle.pop()!);
       this.#pauseMs = 0;
     } catch (error) {
       this.#pauseMs = Math.min(Math.max(2 * this.#pauseMs, FIRST_PAUSE_MS), LAST_PAUSE_MS);
       this.#log.warn({ err: error, retryInMs: this.#pauseMs }, "filling a warm pool failed");
     }
+  }
+
+  /** One batch; fails, when it is through, with the first failure in it. */
+  async #fill(): Promise<void> {
+    const size = Math.min(this.#concurrency, this.#target - this.#idle.length);
+    const results = await Promise.allSettled(Array.from({ length: size }, () => this.#create()));
+    for (const result of results) if (result.status === "fulfilled") this.#idle.push(result.value);
+    const failed = results.find((result) => result.status === "rejected");
+    if (failed !== undefined) throw failed.reason;
   }
 }

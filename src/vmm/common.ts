@@ -37,6 +37,11 @@ export function hostCpu(): string {
   return `host:${field("vendor_id")}-${field("cpu family")}-${field("model")}-${field("stepping")}`;
 }
 
+/** `GenuineIntel`, `AuthenticAMD` …; empty where the kernel names none. */
+export function hostCpuVendor(): string {
+  return /^vendor_id\s*:\s*(\S+)/m.exec(readFileSync("/proc/cpuinfo", "utf8"))?.[1] ?? "";
+}
+
 /** Whether a promise settled within the time. */
 export async function settled(promise: Promise<unknown>, timeoutMs: number): Promise<boolean> {
   let timer: ReturnType<typeof setTimeout> | undefined;

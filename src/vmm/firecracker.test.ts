@@ -4,19 +4,22 @@ import {
   existsSync,
   mkdirSync,
   mkdtempSync,
+  readdirSync,
   readFileSync,
   rmSync,
   truncateSync,
   writeFileSync,
 } from "node:fs";
 import { tmpdir } from "node:os";
-import { join } from "node:path";
+import { join, resolve } from "node:path";
 import pino from "pino";
+import { installAsset } from "../lib/assets.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
 import { kernelCommandLine } from "./firecracker/config.ts";
 import { parseFirecrackerVersion } from "./firecracker/version.ts";
 import {
   createFirecrackerDriver,
+  type FirecrackerDriverOptions,
   identityMismatch,
   type VmHandle,
   type VmLaunchSpec,
@@ -52,10 +55,26 @@ function fakeBinary(version: string): string {
   return path;
 }
 
-function driverFor(version = "1.13.1") {
+const ROOT = resolve(import.meta.dir, "../..");
+const HOST = { kernel: [6, 12], shadowStacks: false } as const;
+
+function driverFor(version = "1.13.1", changes: Partial<FirecrackerDriverOptions> = {}) {
   const kernelPath = join(root, "vmlinux");
   writeFileSync(kernelPath, "kernel");
-  return createFirecrackerDriver({ binary: fakeBinary(version), kernelPath, kernelVersion: "6.12.0", log });
+  return createFirecrackerDriver({
+    binary: fakeBinary(version),
+    kernelPath,
+    kernelVersion: "6.12.0",
+    workDir: join(root, "jails"),
+    jailHelper: installAsset("aenv-jail", join(root, "bin")),
+    users: { firstUid: 1_879_048_192, count: 1000, gid: 1_879_048_192 },
+    socketTimeoutMs: 10_000,
+    socketPollMs: 2,
+    // What the fake needs to run: an interpreter and this checkout.
+    alsoVisible: ["/bin", "/lib", "/lib64", "/usr", "/proc", ROOT],
+    log,
+    ...changes,
+  });
 }
 
 function specFor(name: string, changes: Partial<VmLaunchSpec> = {}): VmLaunchSpec {
@@ -63,7 +82,7 @@ function specFor(name: string, changes: Partial<VmLaunchSpec> = {}): VmLaunchSpe
   mkdirSync(workDir, { recursive: true });
   const file = (leaf: string, bytes = 0) => {
     const path = join(workDir, leaf);
-    writeFileSync(path, "");
+    writeFileSync(path, leaf.startsWith("disk-") ? `${leaf}\n` : "");
     truncateSync(path, bytes);
     return path;
   };
@@ -95,12 +114,21 @@ interface Seen {
   readonly target?: string;
 }
 
-function requests(spec: VmLaunchSpec): Seen[] {
-  const text = readFileSync(join(spec.workDir, "fake.requests"), "utf8");
+function requests(vm: VmHandle): Seen[] {
+  const text = readFileSync(join(vm.reference.jailDir ?? "", "run/fake.requests"), "utf8");
   return text
     .trim()
     .split("\n")
     .map((line) => JSON.parse(line));
+}
+
+const jailsLeft = () => {
+  const dir = join(root, "jails");
+  return existsSync(dir) ? readdirSync(dir) : [];
+};
+
+async function until(what: () => boolean): Promise<void> {
+  while (!what()) await Bun.sleep(10);
 }
 
 const lives = (vm: VmHandle) => existsSync(`/proc/${vm.reference.pid}`);
@@ -109,21 +137,23 @@ describe("versions", () => {
   const printed = (version: string) => `Firecracker v${version}\n\n2026-01-01 [main] exiting\n`;
   test("current ones are taken", () => {
     for (const version of ["1.12.1", "1.13.0", "1.17.0", "1.17.0-dev", "2.0.0"])
-      expect(parseFirecrackerVersion(printed(version), "fc").text).toBe(version);
+      expect(parseFirecrackerVersion(printed(version), "fc", HOST).text).toBe(version);
   });
   test("old and known-bad ones are refused by name", () => {
-    expect(() => parseFirecrackerVersion(printed("1.11.0"), "fc")).toThrow(
+    expect(() => parseFirecrackerVersion(printed("1.11.0"), "fc", HOST)).toThrow(
       "Firecracker 1.11.0 (fc) is not used: it is older than 1.12",
     );
     const bad = { "1.14.0": "it loses interrupts" };
-    expect(() => parseFirecrackerVersion(printed("1.14.0"), "fc", bad)).toThrow("it loses interrupts");
-    expect(() => parseFirecrackerVersion("hello", "fc")).toThrow("does not say which Firecracker it is");
+    expect(() => parseFirecrackerVersion(printed("1.14.0"), "fc", HOST, bad)).toThrow("it loses interrupts");
+    expect(() => parseFirecrackerVersion("hello", "fc", HOST)).toThrow(
+      "does not say which Firecracker it is",
+    );
   });
 });
 
 test("a known hole in a part that is not used is told", () => {
   const warnings = (version: string) =>
-    parseFirecrackerVersion(`Firecracker v${version}`, "fc").warnings.length;
+    parseFirecrackerVersion(`Firecracker v${version}`, "fc", HOST).warnings.length;
   expect(["1.12.1", "1.13.0", "1.14.3", "1.14.4", "1.15.0", "1.15.1", "1.17.0"].map(warnings)).toEqual([
     0, 1, 1, 0, 1, 0, 0,
   ]);
@@ -136,7 +166,7 @@ test("a disk over NBD is refused before anything is started", async () => {
     ],
   });
   await expect(driverFor().launch(spec)).rejects.toMatchObject({ code: "drive_unsupported", status: 400 });
-  expect(existsSync(join(spec.workDir, "fake.requests"))).toBe(false);
+  expect(jailsLeft()).toEqual([]);
 });
 
 test("the kernel command line takes the caller's word over ours, and has an end", () => {
@@ -148,7 +178,7 @@ describe("a VM", () => {
   test("boots with its configuration in the order upstream asks for", async () => {
     const spec = specFor("boot", { metadata: { instanceID: "i-1" } });
     await using vm = await driverFor("1.14.1").launch(spec);
-    const seen = requests(spec);
+    const seen = requests(vm);
     expect(seen.map(({ method, path }) => `${method} ${path}`)).toEqual([
       "PUT /machine-config",
       "PUT /boot-source",
@@ -162,14 +192,15 @@ describe("a VM", () => {
     ]);
     expect(seen[2]).toMatchObject({
       body: { path_on_host: "/run/agentenv-vm/drive-rootfs", cache_type: "Writeback", is_root_device: false },
-      target: join(spec.workDir, "disk-boot"),
+      target: "disk-boot",
     });
     expect(seen[4]?.body).toMatchObject({ version: "V2", network_interfaces: ["eth0"] });
     expect(vm.reference).toMatchObject({ vmId: "boot", anonymousMemory: true });
-    expect(readFileSync(spec.consoleLogPath, "utf8")).toContain("guest boots");
+    await until(() => readFileSync(spec.consoleLogPath, "utf8").includes("guest boots"));
     await vm.kill();
     expect(lives(vm)).toBe(false);
     expect(existsSync(vm.reference.controlSocketPath)).toBe(false);
+    expect(jailsLeft()).toEqual([]);
   });
 
   test("has the limits of its disks, a second's worth and a burst", async () => {
@@ -177,7 +208,7 @@ describe("a VM", () => {
     const rateLimit = { bandwidthBytesPerSec: 10 * MiB, bandwidthBurstBytes: MiB, iops: 0, iopsBurst: 5 };
     const spec = { ...plain, drives: plain.drives.map((drive) => ({ ...drive, rateLimit })) };
     await using vm = await driverFor().launch(spec);
-    expect(requests(spec).find(({ path }) => path === "/drives/rootfs")?.body.rate_limiter).toEqual({
+    expect(requests(vm).find(({ path }) => path === "/drives/rootfs")?.body.rate_limiter).toEqual({
       bandwidth: { size: 10 * MiB, refill_time: 1000, one_time_burst: MiB },
       ops: { size: 0, refill_time: 0 },
     });
@@ -194,7 +225,7 @@ describe("a VM", () => {
     expect(existsSync(path)).toBe(true);
     for (const rest of [`${path}.tmp`, `${path}.pages`]) expect(existsSync(rest)).toBe(false);
     await vm.resume();
-    expect(requests(spec).at(-1)).toMatchObject({ method: "PATCH", path: "/vm", body: { state: "Resumed" } });
+    expect(requests(vm).at(-1)).toMatchObject({ method: "PATCH", path: "/vm", body: { state: "Resumed" } });
   });
 
   test("is restored twice at once, each with disks, memory and metadata of its own", async () => {
@@ -209,11 +240,11 @@ describe("a VM", () => {
     const specs = ["clone-a", "clone-b"].map((name) => specFor(name, { metadata: { instanceID: name } }));
     const vms = await Promise.all(specs.map((spec) => driver.restore({ ...spec, deviceStatePath })));
     for (const [i, spec] of specs.entries()) {
-      expect(requests(spec)).toMatchObject([
+      expect(requests(vms[i]!)).toMatchObject([
         {
           path: "/snapshot/load",
           body: {
-            mem_backend: { backend_type: "File", backend_path: spec.memoryFile },
+            mem_backend: { backend_type: "File", backend_path: "/files/memory" },
             network_overrides: [{ iface_id: "eth0", host_dev_name: "tap0" }],
             resume_vm: false,
           },
@@ -240,7 +271,7 @@ describe("a VM", () => {
       .catch((thrown: unknown) => thrown);
     expect(error).toMatchObject({ code: "vm_start_failed" });
     expect(String(error)).toContain("PUT /machine-config");
-    expect(existsSync(join(spec.workDir, "api.sock"))).toBe(false);
+    expect(jailsLeft()).toEqual([]);
   });
 
   test("is found again by its reference, and not when it is gone", async () => {

@@ -21,6 +21,7 @@ export function identityMismatch(made: VmIdentity, here: VmIdentity): string | u
   compare("VMM version", made.vmmVersion, here.vmmVersion);
   compare("virtualization mode", made.mode, here.mode);
   compare("CPU model", made.cpuModel, here.cpuModel);
+  compare("CPU template", made.cpuTemplate ?? "none", here.cpuTemplate ?? "none");
   const [wasKHz, isKHz] = [made.tscKHz, here.tscKHz];
   if (wasKHz !== undefined && isKHz !== undefined && Math.abs(wasKHz / isKHz - 1) > TSC_TOLERANCE) {
     compare("TSC frequency", `${(wasKHz / 1000).toFixed(1)} MHz`, `${(isKHz / 1000).toFixed(1)} MHz`);

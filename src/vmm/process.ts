@@ -18,7 +18,6 @@ export interface VmmProcess {
 }
 
 const TAIL_BYTES = 4096;
-const DEFAULT_MAX_FILE_MIB = 64;
 const POLL_MS = 250;
 
 /** At most the last 4 KiB of a log, whole lines; empty when there is none. */
@@ -86,12 +85,6 @@ export interface SpawnOptions {
   readonly stderrPath: string;
   /** Becomes descriptor 3 of the process. */
   readonly extraFd?: number;
-  /** Standard output is appended here. Absent: nowhere. */
-  readonly stdoutPath?: string;
-  /** How big a file of its may grow, in MiB. Default 64: the console. */
-  readonly maxFileMiB?: number;
-  /** A directory that the process alone sees under another name, in a mount namespace of its own. */
-  readonly bind?: { readonly from: string; readonly at: string };
 }
 
 /**
@@ -101,19 +94,18 @@ export interface SpawnOptions {
  * Limits that are lower already stay. Runs inside the namespace; `exec` all the way: the pid is QEMU's.
  */
 const PRELUDE = [
-  'tap="$1"; blocks="$2"; shift 2; found=',
+  'tap="$1"; shift; found=',
   'while read -r name rest; do if [ "$name" = "$tap:" ]; then found=1; fi; done < /proc/self/net/dev',
   'if [ -z "$found" ]; then echo "there is no device $tap in the network namespace" >&2; exit 1; fi',
   "umask 077",
   'trap "" XFSZ',
   "ulimit -c 0",
-  'ulimit -f "$blocks" 2>/dev/null || :',
+  // In blocks of 512 bytes: 64 MiB, the console.
+  "ulimit -f 131072 2>/dev/null || :",
   "ulimit -n 4096 2>/dev/null || :",
   "echo 1000 2>/dev/null > /proc/self/oom_score_adj || :",
   'exec "$@"',
 ].join("; ");
-
-const BIND = 'mount --bind "$1" "$2" || exit 1; shift 2; exec "$@"';
 
 /**
  * A VMM needs none of the server's capabilities: its tap is its user's, its files are open to it. What escapes from a
@@ -127,47 +119,60 @@ function withoutPrivileges(): string[] {
 
 /** Starts a VMM in a network namespace, in its own session. The process may end at any time after it. */
 export function spawnVmm(options: SpawnOptions): VmmProcess {
-  const { bind } = options;
-  const apart =
-    bind === undefined
-      ? []
-      : [
-          ...["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", BIND, "sh"],
-          ...[bind.from, bind.at],
-        ];
-  const command = [
-    ...["nsenter", `--net=${options.netnsPath}`, "--", ...apart, "/bin/sh", "-c", PRELUDE, "sh"],
-    options.tapName,
-    // The shell counts in blocks of 512 bytes.
-    String((options.maxFileMiB ?? DEFAULT_MAX_FILE_MIB) * 2048),
-    ...withoutPrivileges(),
-    ...options.argv,
-  ];
-  const stderr = openSync(options.stderrPath, "a", 0o600);
-  const stdout = options.stdoutPath === undefined ? undefined : openSync(options.stdoutPath, "a", 0o600);
+  const { netnsPath, tapName, argv, cwd, env, stderrPath, extraFd } = options;
+  const stderr = openSync(stderrPath, "a", 0o600);
+  try {
+    return spawnDetached({
+      command: [
+        ...["nsenter", `--net=${netnsPath}`, "--", "/bin/sh", "-c", PRELUDE, "sh", tapName],
+        ...withoutPrivileges(),
+        ...argv,
+      ],
+      program: "nsenter",
+      remediation: "install nsenter (package util-linux)",
+      cwd,
+      env,
+      stdio: [stderr, extraFd],
+      stderrPath,
+    });
+  } finally {
+    closeSync(stderr);
+  }
+}
+
+/** Starts a program in a session of its own, which neither keeps this process alive nor ends with it. */
+export function spawnDetached(options: {
+  readonly command: readonly string[];
+  /** What is missing when it cannot be run at all, and what to do then. */
+  readonly program: string;
+  readonly remediation: string;
+  readonly cwd: string;
+  readonly env: Readonly<Record<string, string>>;
+  /** Standard error, the descriptors from 3 on if any, and standard output (absent: nowhere). */
+  readonly stdio: readonly [stderr: number, extra: number | undefined, stdout?: number];
+  /** Where standard error goes to: its end is part of the exit. */
+  readonly stderrPath: string;
+}): VmmProcess {
+  const [stderr, extra, stdout] = options.stdio;
   let child: Bun.Subprocess;
   try {
-    child = Bun.spawn(command, {
+    child = Bun.spawn([...options.command], {
       cwd: options.cwd,
       env: options.env,
       detached: true,
       stdio:
-        options.extraFd === undefined
+        extra === undefined
           ? ["ignore", stdout ?? "ignore", stderr]
-          : ["ignore", stdout ?? "ignore", stderr, options.extraFd],
+          : ["ignore", stdout ?? "ignore", stderr, extra],
     });
   } catch (cause) {
     throw new AenvError({
       code: "vm_start_failed",
-      message: "cannot run nsenter, which starts QEMU in its network namespace",
-      remediation: "install nsenter (package util-linux)",
+      message: `cannot run ${options.program}, which starts the VMM`,
+      remediation: options.remediation,
       cause,
     });
-  } finally {
-    closeSync(stderr);
-    if (stdout !== undefined) closeSync(stdout);
   }
-  // A VM must not keep the server from exiting, nor end with it.
   child.unref();
   // The runtime reaps the child, so until then the number is its own and /proc has its start time.
   const startTimeTicks = readProcessStat(child.pid)?.startTimeTicks ?? "0";

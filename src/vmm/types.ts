@@ -58,6 +58,8 @@ export interface VmIdentity {
   readonly mode: VirtualizationMode;
   readonly cpuModel: string;
   readonly kernelVersion: string;
+  /** What of the CPU guests are shown, where that is chosen. */
+  readonly cpuTemplate?: string;
   /** Frequency of the host's counter, which guests keep their time by. Absent in older states. */
   readonly tscKHz?: number;
 }
@@ -77,6 +79,15 @@ export interface VmLaunchSpec {
   readonly consoleLogPath: string;
   /** What the guest reads from the metadata service, where the VMM has one. JSON. */
   readonly metadata?: Readonly<Record<string, unknown>>;
+  /** A process made ready in the same network namespace. The driver takes it over, whatever becomes of the start. */
+  readonly prepared?: PreparedVm;
+}
+
+/** A VMM process that waits for its VM. Disposing ends it. */
+export interface PreparedVm extends AsyncDisposable {
+  readonly network: VmNetwork;
+  /** False when it has ended meanwhile. */
+  readonly usable: boolean;
 }
 
 export interface VmRestoreSpec extends VmLaunchSpec {
@@ -103,6 +114,8 @@ export interface VmReference {
   readonly anonymousMemory?: true;
   /** The memory file's name as the VMM sees it, where that is another one than the host's. */
   readonly memoryMappedAs?: string;
+  /** Where the console goes, for VMMs whose server carries it there. */
+  readonly consoleLogPath?: string;
   /** Directory on the host of what the VMM is shut in with. Absent: it is not. */
   readonly jailDir?: string;
 }
@@ -129,4 +142,8 @@ export interface VmmDriver {
   restore(spec: VmRestoreSpec): Promise<VmHandle>;
   /** Takes over a VM started by an earlier process; undefined when it is gone. */
   adopt(reference: VmReference): Promise<VmHandle | undefined>;
+  /** Starts a process for a VM that comes later. Absent: this VMM has none to wait. On error nothing is left. */
+  prepare?(network: VmNetwork): Promise<PreparedVm>;
+  /** Ends and removes what an earlier process left behind and nobody adopted; returns how many VMs' worth. */
+  sweep?(): Promise<number>;
 }

@@ -1,7 +1,8 @@
 import { statSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 import type { DriveRateLimit, VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
-
+import type { CpuTemplate } from "./cpu-template.ts";
+import { FILES, INSIDE, type JailEntry } from "./jail.ts";
 import type { FirecrackerVersion } from "./version.ts";
 
 /** One request of the configuration, in the order they are sent. */
@@ -12,22 +13,57 @@ export interface ApiRequest {
   readonly timeoutMs?: number;
 }
 
-/**
- * A device state names the host's files it was made with. Every VM therefore sees its own work directory at the
- * same place, and its drives there under the names of their ids: a restore finds other devices under them.
- */
-export const INSIDE = "/run/agentenv-vm";
-
 export const INTERFACE_ID = "eth0";
 /** Where the guest reads metadata (the address is Firecracker's default). */
 export const MMDS_ADDRESS = "169.254.169.254";
 const COMMAND_LINE_BYTES = 2048;
 const START_MS = 30_000;
-/** The kernel command line, `pci=off` and all, is the product's; this is what Firecracker's machine adds. */
-const OWN_ARGS = ["console=ttyS0", "reboot=k", "panic=1", "i8042.noaux", "i8042.nomux", "i8042.dumbkbd"];
+/** What Firecracker's machine wants on the kernel's command line, whatever the base is. */
+const OWN_ARGS = ["i8042.noaux", "i8042.nomux", "i8042.dumbkbd"];
+const DEFAULT_BASE = ["console=ttyS0", "reboot=k", "panic=1"];
 
-export function driveFile(drive: VmDrive): string {
-  return `drive-${drive.driveId}`;
+/** What is the same for all VMs of a server. */
+export interface MachineSettings {
+  readonly cpuTemplate?: CpuTemplate;
+  /** Off in pvm mode. */
+  readonly trackDirtyPages: boolean;
+  /** Base of the kernel's command line. */
+  readonly bootArgs?: readonly string[];
+}
+
+/**
+ * A device state names the files it was made with. Every VM therefore finds its own under the same names, its drives
+ * under those of their ids: a restore finds other devices there. These are links to nodes, which lie in the jail alone.
+ */
+export function driveLink(drive: VmDrive): { readonly name: string; readonly target: string } {
+  return { name: `drive-${drive.driveId}`, target: `/dev/drive-${drive.driveId}` };
+}
+
+const KERNEL = `${FILES}/kernel`;
+const INITRD = `${FILES}/initrd`;
+export const MEMORY = `${FILES}/memory`;
+/** Of the shared directory: the state to load, and what a save makes. */
+export const STATE_FILE = "state";
+export const PAGES_FILE = "pages";
+
+/** What the process needs to see of the host for a VM. Throws on a spec that Firecracker cannot take. */
+export function jailEntries(spec: VmLaunchSpec, restoring: boolean): JailEntry[] {
+  const files = restoring
+    ? [{ source: spec.memoryFile, target: MEMORY }]
+    : [
+        { source: spec.kernelPath, target: KERNEL },
+        { source: spec.initrdPath, target: INITRD },
+      ];
+  return [
+    ...spec.drives.map(
+      (drive): JailEntry => ({
+        kind: statSync(drivePath(drive)).isBlockDevice() ? "node" : "rw",
+        source: drivePath(drive),
+        target: driveLink(drive).target,
+      }),
+    ),
+    ...files.map((file): JailEntry => ({ kind: "ro", ...file })),
+  ];
 }
 
 /** Path of a drive's device on the host. Firecracker takes block devices and files, no sockets. */
@@ -41,9 +77,11 @@ export function drivePath(drive: VmDrive): string {
   });
 }
 
-export function kernelCommandLine(args: readonly string[]): string {
+/** A word of the VM's goes before one of the same name of the base. */
+export function kernelCommandLine(args: readonly string[], base: readonly string[] = DEFAULT_BASE): string {
   const names = new Set(args.map((arg) => arg.split("=", 1)[0]));
-  const line = [...OWN_ARGS.filter((arg) => !names.has(arg.split("=", 1)[0]!)), ...args].join(" ");
+  const before = [...base, ...OWN_ARGS].filter((arg) => !names.has(arg.split("=", 1)[0]!));
+  const line = [...before, ...args].join(" ");
   if (Buffer.byteLength(line) < COMMAND_LINE_BYTES) return line;
   throw new AenvError({
     code: "invalid_boot_args",
@@ -76,7 +114,8 @@ function rateLimiter(limit: DriveRateLimit | undefined): Record<string, unknown>
 }
 
 /** Every request of a first boot, the start included. Throws on a spec that Firecracker cannot take. */
-export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
+export function bootRequests(spec: VmLaunchSpec, settings: MachineSettings): ApiRequest[] {
+  const { cpuTemplate, trackDirtyPages } = settings;
   return [
     {
       method: "PUT",
@@ -86,16 +125,21 @@ export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
         mem_size_mib: spec.shape.memoryMiB,
         smt: false,
         // Lets a later state be saved with the written pages alone; ours come from the process's page map.
-        track_dirty_pages: true,
+        track_dirty_pages: trackDirtyPages,
+        ...(cpuTemplate?.kind === "static" ? { cpu_template: cpuTemplate.name } : {}),
       },
     },
+    // After the machine, whose template it replaces.
+    ...(cpuTemplate?.kind === "custom"
+      ? [{ method: "PUT", path: "/cpu-config", body: cpuTemplate.body } as const]
+      : []),
     {
       method: "PUT",
       path: "/boot-source",
       body: {
-        kernel_image_path: spec.kernelPath,
-        initrd_path: spec.initrdPath,
-        boot_args: kernelCommandLine(spec.kernelArgs),
+        kernel_image_path: KERNEL,
+        initrd_path: INITRD,
+        boot_args: kernelCommandLine(spec.kernelArgs, settings.bootArgs),
       },
     },
     ...spec.drives.map((drive): ApiRequest => {
@@ -105,7 +149,7 @@ export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
         path: `/drives/${encodeURIComponent(drive.driveId)}`,
         body: {
           drive_id: drive.driveId,
-          path_on_host: `${INSIDE}/${driveFile(drive)}`,
+          path_on_host: `${INSIDE}/${driveLink(drive).name}`,
           // The initrd mounts it.
           is_root_device: false,
           is_read_only: drive.readOnly,
@@ -143,16 +187,20 @@ export function bootRequests(spec: VmLaunchSpec): ApiRequest[] {
 }
 
 /** Every request of a restore, up to the running guest. */
-export function restoreRequests(spec: VmRestoreSpec, version: FirecrackerVersion): ApiRequest[] {
+export function restoreRequests(
+  spec: VmRestoreSpec,
+  version: FirecrackerVersion,
+  settings: MachineSettings,
+): ApiRequest[] {
   return [
     {
       method: "PUT",
       path: "/snapshot/load",
       body: {
-        snapshot_path: spec.deviceStatePath,
-        mem_backend: { backend_type: "File", backend_path: spec.memoryFile },
-        // Its name until 1.13, and understood as long as the major version is 1.
-        [version.atLeast(1, 14) ? "track_dirty_pages" : "enable_diff_snapshots"]: true,
+        snapshot_path: `${INSIDE}/${STATE_FILE}`,
+        mem_backend: { backend_type: "File", backend_path: MEMORY },
+        // 1.13 renamed it, and understands the old name as long as the major version is 1.
+        [version.atLeast(1, 13) ? "track_dirty_pages" : "enable_diff_snapshots"]: settings.trackDirtyPages,
         resume_vm: false,
         network_overrides: [{ iface_id: INTERFACE_ID, host_dev_name: spec.network.tapName }],
       },

@@ -1,19 +1,31 @@
-import { accessSync, constants, existsSync, mkdirSync, rmSync, symlinkSync } from "node:fs";
-import { rm } from "node:fs/promises";
+import {
+  accessSync,
+  constants,
+  copyFileSync,
+  existsSync,
+  mkdirSync,
+  rmSync,
+  statSync,
+  symlinkSync,
+} from "node:fs";
+import { copyFile, rm } from "node:fs/promises";
+import { totalmem } from "node:os";
 import { join } from "node:path";
 import { tryCommand } from "../../lib/command.ts";
-import { publishDurable } from "../../lib/durable.ts";
+import { publishDurable, removeTree } from "../../lib/durable.ts";
 import { AenvError, errorChain } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
-import { endProcess, hostCpu, once, settled } from "../common.ts";
+import { endProcess, hostCpu, hostCpuVendor, once, settled } from "../common.ts";
 import { readKernelVersion } from "../kernel.ts";
-import { adoptVmm, readTail, spawnVmm, type VmmProcess } from "../process.ts";
+import { adoptVmm, readTail, type VmmProcess } from "../process.ts";
 import type {
+  PreparedVm,
   VmHandle,
   VmIdentity,
   VmLaunchSpec,
   VmmDriver,
   VmmProbe,
+  VmNetwork,
   VmReference,
   VmRestoreSpec,
 } from "../types.ts";
@@ -22,78 +34,190 @@ import {
   type ApiRequest,
   bootRequests,
   checkMemoryFile,
-  driveFile,
-  drivePath,
-  INSIDE,
+  driveLink,
+  jailEntries,
+  type MachineSettings,
+  MEMORY,
+  PAGES_FILE,
   restoreRequests,
+  STATE_FILE,
 } from "./config.ts";
-import { type FirecrackerVersion, parseFirecrackerVersion } from "./version.ts";
+import { customTemplate, type StaticTemplate, staticTemplate } from "./cpu-template.ts";
+import {
+  checkRegular,
+  INSIDE,
+  type Jail,
+  Jails,
+  type JailUsers,
+  letRead,
+  mayChangeUser,
+  OVERHEAD_BYTES,
+} from "./jail.ts";
+import { openPipe, Pump, RotatingFile } from "./output.ts";
+import { type FirecrackerVersion, hostFacts, parseFirecrackerVersion } from "./version.ts";
 
 export interface FirecrackerDriverOptions {
   readonly binary: string;
   readonly kernelPath: string;
   /** Absent: read from the kernel's banner. */
   readonly kernelVersion?: string;
+  /** `pvm`: where the host's KVM is the kvm_pvm module, which needs no hardware. Default `kvm`. */
+  readonly mode?: "kvm" | "pvm";
+  /** Where the jails' directories are made: on a disk, states are written there. */
+  readonly workDir: string;
+  /** The aenv-jail program. */
+  readonly jailHelper: string;
+  /** Upstream's jailer, in place of ours. */
+  readonly jailerPath?: string;
+  /** Accounts for the processes, used where this process may give others an account. */
+  readonly users: JailUsers;
+  /** Parent of the VMMs' control groups below their mount. Absent: no groups. */
+  readonly cgroup?: string;
+  readonly cpuTemplate?: StaticTemplate;
+  readonly cpuTemplatePath?: string;
+  /** Base of guests' kernel command lines. */
+  readonly bootArgs?: string;
+  /** Whether Firecracker notes what guests write; our captures do not need it. Default true. */
+  readonly trackDirtyPages?: boolean;
+  /** Time for the API socket to appear. */
+  readonly socketTimeoutMs: number;
+  /** Between two looks at it. */
+  readonly socketPollMs: number;
+  /** Firecracker's own log and, once more, the console and standard error: where, and from which level on. */
+  readonly capture?: { readonly dir: string; readonly level: string };
+  /** More of the host that the process sees (tests). */
+  readonly alsoVisible?: readonly string[];
   readonly log: Logger;
 }
 
-const STDERR_LOG = "firecracker.stderr.log";
-const SOCKET_NAME = "api.sock";
-const START_TIMEOUT_MS = 10_000;
-const CONSOLE_MIB = 64;
 const SAVE_TIMEOUT_MS = 60_000;
 /** Metadata and requests with it; Firecracker's own default is 50 KiB. */
 const PAYLOAD_BYTES = 1 << 20;
+/** Of a console, and as much again for what came before. */
+const CONSOLE_BYTES = 16 << 20;
+const LOG_BYTES = 16 << 20;
+/** A device state and the rest of what is written beside the file of the guest's pages. */
+const STATE_BYTES = 64 * 2 ** 20;
+/** Threads of Firecracker that are no vCPUs, with room. */
+const THREADS = 32;
 
 /**
- * Firecracker as upstream publishes it, one process a VM, configured over its API socket. Its guest memory is
- * anonymous at a first boot and a private mapping of the memory file after a restore, so written pages are found
- * by the process's page map in both cases, as with QEMU.
+ * Firecracker as upstream publishes it, one process a VM in a jail of its own, configured over its API socket. Its
+ * guest memory is anonymous at a first boot and a private mapping of the memory file after a restore, so written pages
+ * are found by the process's page map in both cases, as with QEMU.
  */
-export function createFirecrackerDriver(options: FirecrackerDriverOptions): VmmDriver {
+export function createFirecrackerDriver(options: FirecrackerDriverOptions): VmmDriver & AsyncDisposable {
   return new FirecrackerDriver(options);
 }
 
-class FirecrackerDriver implements VmmDriver {
+/** A process in its jail whose API answers. */
+class Prepared implements PreparedVm {
+  readonly network: VmNetwork;
+  readonly jail: Jail;
+  readonly maxFileBytes: number;
+  #ended = false;
+
+  constructor(jail: Jail, network: VmNetwork, maxFileBytes: number) {
+    this.jail = jail;
+    this.network = network;
+    this.maxFileBytes = maxFileBytes;
+    jail.process.exited.then(() => {
+      this.#ended = true;
+    });
+  }
+
+  get usable(): boolean {
+    return !this.#ended;
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.jail[Symbol.asyncDispose]();
+  }
+}
+
+class FirecrackerDriver implements VmmDriver, AsyncDisposable {
   readonly #options: FirecrackerDriverOptions;
+  readonly #jails: Jails;
   readonly #version: () => Promise<FirecrackerVersion>;
   readonly #identity: () => Promise<VmIdentity>;
+  readonly #settings: () => MachineSettings;
 
   constructor(options: FirecrackerDriverOptions) {
     this.#options = options;
+    this.#jails = new Jails({
+      binary: options.binary,
+      helper: options.jailHelper,
+      workDir: options.workDir,
+      ...(options.jailerPath === undefined ? {} : { jailer: options.jailerPath }),
+      ...(mayChangeUser() ? { users: options.users } : {}),
+      ...(options.cgroup === undefined ? {} : { cgroup: options.cgroup }),
+      ...(options.alsoVisible === undefined ? {} : { alsoVisible: options.alsoVisible }),
+      log: options.log,
+    });
     this.#version = once(() => this.#inspect());
-    this.#identity = once(async () => ({
-      vmm: "firecracker",
-      vmmVersion: (await this.#version()).text,
-      mode: "kvm",
-      cpuModel: hostCpu(),
-      kernelVersion: options.kernelVersion ?? (await readKernelVersion(options.kernelPath)),
-    }));
+    let settings: MachineSettings | undefined;
+    this.#settings = () => {
+      settings ??= this.#readSettings();
+      return settings;
+    };
+    this.#identity = once(async () => {
+      const { cpuTemplate } = this.#settings();
+      return {
+        vmm: "firecracker",
+        vmmVersion: (await this.#version()).text,
+        mode: options.mode ?? "kvm",
+        cpuModel: hostCpu(),
+        kernelVersion: options.kernelVersion ?? (await readKernelVersion(options.kernelPath)),
+        ...(cpuTemplate === undefined ? {} : { cpuTemplate: cpuTemplate.identity }),
+      };
+    });
   }
 
   get identity(): Promise<VmIdentity> {
     return this.#identity();
   }
 
+  #readSettings(): MachineSettings {
+    const { cpuTemplate, cpuTemplatePath, mode, bootArgs, trackDirtyPages } = this.#options;
+    const host = { arch: process.arch, vendor: hostCpuVendor() };
+    const template =
+      cpuTemplatePath !== undefined
+        ? customTemplate(cpuTemplatePath)
+        : cpuTemplate === undefined
+          ? undefined
+          : staticTemplate(cpuTemplate, host);
+    return {
+      ...(template === undefined ? {} : { cpuTemplate: template }),
+      trackDirtyPages: mode !== "pvm" && trackDirtyPages !== false,
+      ...(bootArgs === undefined ? {} : { bootArgs: bootArgs.split(/\s+/).filter((word) => word !== "") }),
+    };
+  }
+
   async probe(): Promise<VmmProbe> {
     const version = await this.#version();
-    try {
-      accessSync("/dev/kvm", constants.R_OK | constants.W_OK);
-    } catch (cause) {
-      throw new AenvError({
-        code: "kvm_unusable",
-        message: "Firecracker needs /dev/kvm, which is missing or may not be opened",
-        remediation: "use a host with (nested) hardware virtualization, or set vmm to qemu",
-        cause,
-      });
+    this.#settings();
+    const { mode = "kvm", jailerPath } = this.#options;
+    checkMode(mode);
+    if (jailerPath !== undefined) {
+      const printed = await tryCommand([jailerPath, "--version"]);
+      if (printed.exitCode !== 0 || !/^Jailer v/m.test(printed.stdout)) {
+        throw new AenvError({
+          code: "jailer_invalid",
+          message: `${jailerPath} is not Firecracker's jailer`,
+          remediation: "set [firecracker].jailer_path to it, or leave it unset",
+        });
+      }
     }
     return {
       vmm: "firecracker",
       version: version.text,
       binary: this.#options.binary,
-      mode: "kvm",
-      reason: "hardware virtualization: /dev/kvm can be opened",
-      warnings: version.warnings,
+      mode,
+      reason:
+        mode === "pvm"
+          ? "the kvm_pvm module runs guests without hardware virtualization"
+          : "hardware virtualization: /dev/kvm can be opened",
+      warnings: [...version.warnings, ...this.#jails.warnings()],
     };
   }
 
@@ -107,117 +231,349 @@ class FirecrackerDriver implements VmmDriver {
         remediation: "set [firecracker].binary_path to a Firecracker executable, or vmm to qemu",
       });
     }
-    return parseFirecrackerVersion(printed.stdout, binary);
+    if ((statSync(binary).mode & 0o005) !== 0o005 && mayChangeUser()) {
+      throw new AenvError({
+        code: "firecracker_not_executable",
+        message: `${binary} may not be run by everybody, and VMs run under accounts of their own`,
+        remediation: `chmod 755 ${binary}`,
+      });
+    }
+    return parseFirecrackerVersion(printed.stdout, binary, hostFacts());
   }
 
   async launch(spec: VmLaunchSpec): Promise<VmHandle> {
     await this.#version();
-    return await this.#start(spec, bootRequests(spec), false);
+    return await this.#start(spec, () => bootRequests(spec, this.#settings()));
   }
 
   async restore(spec: VmRestoreSpec): Promise<VmHandle> {
-    if (!existsSync(spec.deviceStatePath)) {
-      throw new AenvError({
-        code: "device_state_missing",
-        message: `the device state ${spec.deviceStatePath} of VM ${spec.vmId} does not exist`,
-      });
-    }
-    return await this.#start(spec, restoreRequests(spec, await this.#version()), true);
+    const version = await this.#version();
+    return await this.#start(
+      spec,
+      () => restoreRequests(spec, version, this.#settings()),
+      spec.deviceStatePath,
+    );
   }
 
-  async #start(spec: VmLaunchSpec, requests: readonly ApiRequest[], restoring: boolean): Promise<VmHandle> {
-    checkMemoryFile(spec);
-    await using undo = new AsyncDisposableStack();
-    for (const drive of spec.drives) {
-      const link = join(spec.workDir, driveFile(drive));
-      rmSync(link, { force: true });
-      symlinkSync(drivePath(drive), link);
+  async prepare(network: VmNetwork): Promise<PreparedVm> {
+    await this.#version();
+    // No VM is bigger than the host; one that is gets a process of its own.
+    const maxFileBytes = totalmem() + STATE_BYTES;
+    const jail = await this.#startJail(network, maxFileBytes);
+    return new Prepared(jail, network, maxFileBytes);
+  }
+
+  async sweep(): Promise<number> {
+    return await this.#jails.sweep();
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    this.#jails.close();
+  }
+
+  /** Before 1.13 Firecracker writes the pages that were written only where it noted them. */
+  #snapshotType(version: FirecrackerVersion): "Diff" | "Full" {
+    return this.#settings().trackDirtyPages || version.atLeast(1, 13) ? "Diff" : "Full";
+  }
+
+  /** A process whose API answers. */
+  async #startJail(network: VmNetwork, maxFileBytes: number): Promise<Jail> {
+    const { capture, socketTimeoutMs, socketPollMs } = this.#options;
+    const args = [
+      ...["--http-api-max-payload-size", String(PAYLOAD_BYTES), "--mmds-size-limit", String(PAYLOAD_BYTES)],
+      ...(capture === undefined
+        ? ["--level", "Warning"]
+        : ["--level", capture.level, "--log-path", `${INSIDE}/log`, "--show-level", "--show-log-origin"]),
+    ];
+    const limits = { memoryBytes: OVERHEAD_BYTES, cpus: 1, processes: THREADS };
+    const jail = await this.#jails.start(network, args, limits, maxFileBytes);
+    try {
+      const api = new FirecrackerApi(jail.socketPath, jail.name);
+      await answers(jail.process, api, jail.socketPath, jail.name, socketTimeoutMs, socketPollMs);
+    } catch (error) {
+      jail.process.signal("SIGKILL");
+      const { stderrTail } = await jail.process.exited;
+      await jail[Symbol.asyncDispose]();
+      throw withWords(error, stderrTail);
     }
-    const controlSocketPath = join(spec.workDir, SOCKET_NAME);
-    rmSync(controlSocketPath, { force: true });
-    undo.defer(() => rmSync(controlSocketPath, { force: true }));
-    mkdirSync(INSIDE, { recursive: true, mode: 0o700 });
-    const stderrPath = join(spec.workDir, STDERR_LOG);
-    const vmm = spawnVmm({
-      argv: [
-        this.#options.binary,
-        ...["--id", vmName(spec.vmId), "--api-sock", `${INSIDE}/${SOCKET_NAME}`],
-        ...["--http-api-max-payload-size", String(PAYLOAD_BYTES), "--mmds-size-limit", String(PAYLOAD_BYTES)],
-        ...["--level", "Warning"],
-      ],
-      netnsPath: spec.network.netnsPath,
-      tapName: spec.network.tapName,
-      env: { PATH: "/usr/sbin:/usr/bin:/sbin:/bin", LANG: "C.UTF-8" },
-      cwd: spec.workDir,
-      stdoutPath: spec.consoleLogPath,
-      stderrPath,
-      // The file of pages that comes with a device state has the size of the memory. The console, which grows
-      // beside it, ends the VM at that limit: Firecracker takes the kernel's signal as an order to exit.
-      maxFileMiB: spec.shape.memoryMiB + CONSOLE_MIB,
-      bind: { from: spec.workDir, at: INSIDE },
-    });
-    undo.defer(async () => {
-      vmm.signal("SIGKILL");
-      await vmm.exited;
-    });
+    return jail;
+  }
+
+  async #takePrepared(spec: VmLaunchSpec, maxFileBytes: number): Promise<Jail> {
+    const { prepared, network } = spec;
+    if (prepared instanceof Prepared) {
+      if (prepared.usable && prepared.maxFileBytes >= maxFileBytes) return prepared.jail;
+      await prepared[Symbol.asyncDispose]();
+    }
+    return await this.#startJail(network, maxFileBytes);
+  }
+
+  async #start(
+    spec: VmLaunchSpec,
+    makeRequests: () => readonly ApiRequest[],
+    deviceStatePath?: string,
+  ): Promise<VmHandle> {
+    const restoring = deviceStatePath !== undefined;
+    await using undo = new AsyncDisposableStack();
+    if (spec.prepared !== undefined) undo.use(spec.prepared);
+    if (restoring && !existsSync(deviceStatePath)) {
+      throw new AenvError({
+        code: "device_state_missing",
+        message: `the device state ${deviceStatePath} of VM ${spec.vmId} does not exist`,
+      });
+    }
+    checkMemoryFile(spec);
+    const requests = makeRequests();
+    const entries = jailEntries(spec, restoring);
+    const { vcpuCount, memoryMiB } = spec.shape;
+    const memoryBytes = memoryMiB * 2 ** 20;
+    const maxFileBytes = memoryBytes + STATE_BYTES;
+    let jail: Jail;
+    try {
+      jail = await this.#takePrepared(spec, maxFileBytes);
+    } catch (cause) {
+      throw startError(spec, restoring, cause, "", "");
+    }
+    undo.use(jail);
+    const output = this.#capture(jail, spec.vmId, spec.consoleLogPath);
+    undo.use(output);
     const reference: VmReference = {
       vmId: spec.vmId,
-      pid: vmm.pid,
-      startTimeTicks: vmm.startTimeTicks,
-      controlSocketPath,
+      pid: jail.process.pid,
+      startTimeTicks: jail.process.startTimeTicks,
+      controlSocketPath: jail.socketPath,
       workDir: spec.workDir,
       memoryFile: spec.memoryFile,
-      ...(restoring ? {} : { anonymousMemory: true }),
+      jailDir: jail.dir,
+      consoleLogPath: spec.consoleLogPath,
+      ...(restoring ? { memoryMappedAs: MEMORY } : { anonymousMemory: true }),
     };
-    const handle = new FirecrackerHandle(vmm, reference, this.#options.log);
+    const handle = new FirecrackerHandle(
+      jail.process,
+      reference,
+      this.#options.log,
+      jail,
+      output,
+      this.#snapshotType(await this.#version()),
+    );
     try {
-      await handle.answers(START_TIMEOUT_MS);
+      for (const drive of spec.drives) {
+        const { name, target } = driveLink(drive);
+        symlinkSync(target, join(jail.sharedDir, name));
+      }
+      for (const { source, kind } of entries) if (kind === "ro") letRead(source, jail.gid);
+      if (restoring) {
+        const state = join(jail.sharedDir, STATE_FILE);
+        copyFileSync(deviceStatePath, state);
+        jail.give(state);
+      }
+      const limits = {
+        memoryBytes: memoryBytes + OVERHEAD_BYTES,
+        cpus: vcpuCount + 1,
+        processes: vcpuCount + THREADS,
+      };
+      await jail.equip(entries, limits, maxFileBytes);
       for (const { method, path, body, timeoutMs } of requests)
         await handle.api.call(method, path, body, timeoutMs);
+      if (restoring) rmSync(join(jail.sharedDir, STATE_FILE), { force: true });
     } catch (cause) {
-      vmm.signal("SIGKILL");
-      const { stderrTail } = await vmm.exited;
-      const consoleTail = readTail(spec.consoleLogPath, 1024);
-      const reasons = [
-        errorChain(cause).join(": "),
-        ...(stderrTail === "" ? [] : [`Firecracker says: ${stderrTail}`]),
-        ...(consoleTail === "" ? [] : [`the console ends with: ${consoleTail}`]),
-      ];
-      throw new AenvError({
-        code: restoring ? "vm_restore_failed" : "vm_start_failed",
-        message: `VM ${spec.vmId} could not be ${restoring ? "restored" : "started"}; ${reasons.join("; ")}`,
-        cause,
-      });
+      jail.process.signal("SIGKILL");
+      const { stderrTail } = await jail.process.exited;
+      output.run();
+      throw startError(spec, restoring, cause, stderrTail, readTail(spec.consoleLogPath, 1024));
     }
     undo.move();
     return handle;
   }
 
-  async adopt(reference: VmReference): Promise<VmHandle | undefined> {
-    const vmm = adoptVmm(reference.pid, reference.startTimeTicks, join(reference.workDir, STDERR_LOG));
-    if (vmm === undefined) {
-      rmSync(reference.controlSocketPath, { force: true });
-      return undefined;
+  /** What the process writes from here on, and wrote before, goes to the VM's files. */
+  #capture(jail: Jail, vmId: string, consolePath: string): Output {
+    const { capture, log } = this.#options;
+    const failed = (error: unknown) => log.warn({ err: error, vmId }, "a VM's output cannot be kept");
+    const pumps: Pump[] = [];
+    const files = [new RotatingFile(consolePath, CONSOLE_BYTES)];
+    if (capture !== undefined) {
+      const dir = join(capture.dir, vmId);
+      mkdirSync(dir, { recursive: true, mode: 0o750 });
+      files.push(new RotatingFile(join(dir, "console.log"), CONSOLE_BYTES));
+      const own = new RotatingFile(join(dir, "firecracker.log"), LOG_BYTES);
+      pumps.push(new Pump(openPipe(jail.logPipe), [own], failed));
     }
-    const handle = new FirecrackerHandle(vmm, reference, this.#options.log);
+    pumps.push(new Pump(openPipe(jail.consolePipe), files, failed));
+    return new Output(pumps, () => {
+      if (capture === undefined || !existsSync(jail.stderrPath)) return;
+      copyFileSync(jail.stderrPath, join(capture.dir, vmId, "stderr.log"));
+    });
+  }
+
+  async adopt(reference: VmReference): Promise<VmHandle | undefined> {
+    const { pid, startTimeTicks, jailDir, vmId } = reference;
+    const { socketPollMs, log } = this.#options;
+    let jail: Jail | undefined;
+    let output: Output | undefined;
+    let vmm: VmmProcess | undefined;
+    if (jailDir === undefined) {
+      // Of a version without jails.
+      vmm = adoptVmm(pid, startTimeTicks, join(reference.workDir, "firecracker.stderr.log"));
+    } else {
+      jail = this.#jails.adopt(jailDir, pid, startTimeTicks);
+      vmm = jail?.process;
+    }
+    if (vmm === undefined) return undefined;
+    const { controlSocketPath } = reference;
     try {
-      await handle.answers(5000);
+      await answers(
+        vmm,
+        new FirecrackerApi(controlSocketPath, vmId),
+        controlSocketPath,
+        vmId,
+        5000,
+        socketPollMs,
+      );
     } catch (cause) {
       if (await settled(vmm.exited, 300)) return undefined;
       throw new AenvError({
         code: "vm_unreachable",
-        message: `VM ${reference.vmId} (process ${reference.pid}) runs but does not answer on its API socket`,
-        remediation: `kill process ${reference.pid} to give the VM up`,
+        message: `VM ${vmId} (process ${pid}) runs but does not answer on its API socket`,
+        remediation: `kill process ${pid} to give the VM up`,
         cause,
       });
     }
-    return handle;
+    if (jail !== undefined && reference.consoleLogPath !== undefined)
+      output = this.#capture(jail, vmId, reference.consoleLogPath);
+    return new FirecrackerHandle(
+      vmm,
+      reference,
+      log,
+      jail,
+      output,
+      this.#snapshotType(await this.#version()),
+    );
   }
 }
 
-/** Firecracker takes letters, digits and dashes, 1 to 64 of them. */
-function vmName(vmId: string): string {
-  return vmId.replace(/[^A-Za-z0-9-]/g, "-").slice(0, 64) || "vm";
+/** Error: what a host lacks for a mode, by name, with the cure. */
+export function checkMode(
+  mode: "kvm" | "pvm",
+  host: { readonly arch: string; readonly modules: string; readonly kvm: string } = {
+    arch: process.arch,
+    modules: "/sys/module",
+    kvm: "/dev/kvm",
+  },
+): void {
+  const pvm = existsSync(join(host.modules, "kvm_pvm"));
+  const refuse = (message: string, remediation: string, cause?: unknown): never => {
+    throw new AenvError({
+      code: mode === "pvm" ? "pvm_unusable" : "kvm_unusable",
+      message,
+      remediation,
+      ...(cause === undefined ? {} : { cause }),
+    });
+  };
+  if (mode === "pvm" && host.arch !== "x64")
+    refuse(
+      `the mode pvm needs an x86_64 host, this one is ${host.arch}`,
+      'set virtualization_mode to "kvm" on a host with hardware virtualization',
+    );
+  if (mode === "pvm" && !pvm)
+    refuse(
+      "the mode pvm needs the kernel module kvm_pvm, which is not loaded",
+      'load it (modprobe kvm_pvm, on a kernel with PVM), or set virtualization_mode to "kvm"',
+    );
+  if (mode === "kvm" && pvm)
+    refuse(
+      "the kernel module kvm_pvm is loaded: guests would run under PVM, not in the mode kvm",
+      'set virtualization_mode to "pvm", or unload the module (modprobe -r kvm_pvm)',
+    );
+  try {
+    accessSync(host.kvm, constants.R_OK | constants.W_OK);
+  } catch (cause) {
+    refuse(
+      `Firecracker needs ${host.kvm}, which is missing or may not be opened`,
+      "use a host with (nested) hardware virtualization, or set vmm to qemu",
+      cause,
+    );
+  }
+}
+
+function withWords(cause: unknown, stderrTail: string): unknown {
+  return stderrTail === "" ? cause : new AenvError({ code: "vm_start_failed", message: stderrTail, cause });
+}
+
+function startError(
+  spec: VmLaunchSpec,
+  restoring: boolean,
+  cause: unknown,
+  stderrTail: string,
+  consoleTail: string,
+): AenvError {
+  const reasons = [
+    errorChain(cause).join(": "),
+    ...(stderrTail === "" ? [] : [`Firecracker says: ${stderrTail}`]),
+    ...(consoleTail === "" ? [] : [`the console ends with: ${consoleTail}`]),
+  ];
+  return new AenvError({
+    code: restoring ? "vm_restore_failed" : "vm_start_failed",
+    message: `VM ${spec.vmId} could not be ${restoring ? "restored" : "started"}; ${reasons.join("; ")}`,
+    cause,
+  });
+}
+
+/** Resolves when the API answers. */
+async function answers(
+  vmm: VmmProcess,
+  api: FirecrackerApi,
+  socketPath: string,
+  vmId: string,
+  timeoutMs: number,
+  pollMs: number,
+): Promise<void> {
+  const deadline = performance.now() + timeoutMs;
+  let gone = false;
+  vmm.exited.then(() => {
+    gone = true;
+  });
+  let lastError: unknown;
+  while (!gone && performance.now() < deadline) {
+    if (existsSync(socketPath)) {
+      try {
+        await api.call("GET", "/version", undefined, Math.max(1, deadline - performance.now()));
+        return;
+      } catch (error) {
+        lastError = error;
+      }
+    }
+    await Bun.sleep(pollMs);
+    vmm.poke();
+  }
+  throw new AenvError({
+    code: gone ? "vm_gone" : "vm_unreachable",
+    message: gone
+      ? `the process of VM ${vmId} ended`
+      : `VM ${vmId} did not answer on its API socket within ${timeoutMs} ms`,
+    ...(gone ? {} : { remediation: "raise [firecracker].socket_timeout_secs if the host is only slow" }),
+    cause: lastError,
+  });
+}
+
+/** The pipes of one VM on their way into files. */
+class Output implements Disposable {
+  readonly #pumps: readonly Pump[];
+  readonly #last: () => void;
+
+  constructor(pumps: readonly Pump[], last: () => void) {
+    this.#pumps = pumps;
+    this.#last = last;
+  }
+
+  run(): void {
+    for (const pump of this.#pumps) pump.run();
+  }
+
+  [Symbol.dispose](): void {
+    for (const pump of this.#pumps) pump[Symbol.dispose]();
+    this.#last();
+  }
 }
 
 class FirecrackerHandle implements VmHandle {
@@ -225,44 +581,38 @@ class FirecrackerHandle implements VmHandle {
   readonly exited: VmHandle["exited"];
   readonly api: FirecrackerApi;
   readonly #process: VmmProcess;
+  readonly #jail: Jail | undefined;
+  readonly #ended: Promise<unknown>;
+  readonly #snapshotType: "Diff" | "Full";
   #gone = false;
   #killing: Promise<void> | undefined;
 
-  constructor(process: VmmProcess, reference: VmReference, log: Logger) {
+  constructor(
+    process: VmmProcess,
+    reference: VmReference,
+    log: Logger,
+    jail: Jail | undefined,
+    output: Output | undefined,
+    snapshotType: "Diff" | "Full",
+  ) {
     this.reference = reference;
+    this.#snapshotType = snapshotType;
     this.#process = process;
+    this.#jail = jail;
     this.api = new FirecrackerApi(reference.controlSocketPath, reference.vmId);
     this.exited = process.exited.then((exit) => {
       this.#gone = true;
-      rmSync(reference.controlSocketPath, { force: true });
+      output?.[Symbol.dispose]();
       const { exitCode, signal } = exit;
       log.info({ vmId: reference.vmId, pid: reference.pid, exitCode, signal }, "VM process ended");
       return exit;
     });
-  }
-
-  /** Resolves when the API answers. */
-  async answers(timeoutMs: number): Promise<void> {
-    const deadline = performance.now() + timeoutMs;
-    let lastError: unknown;
-    while (!this.#gone && performance.now() < deadline) {
-      if (existsSync(this.reference.controlSocketPath)) {
-        try {
-          await this.api.call("GET", "/version", undefined, Math.max(1, deadline - performance.now()));
-          return;
-        } catch (error) {
-          lastError = error;
-        }
+    this.#ended = this.exited.then(async () => {
+      try {
+        await jail?.[Symbol.asyncDispose]();
+      } catch (error) {
+        log.error({ err: error, vmId: reference.vmId }, "the jail of a VM could not be removed");
       }
-      await Bun.sleep(2);
-      this.#process.poke();
-    }
-    throw new AenvError({
-      code: this.#gone ? "vm_gone" : "vm_unreachable",
-      message: this.#gone
-        ? `the process of VM ${this.reference.vmId} ended`
-        : `VM ${this.reference.vmId} did not answer on its API socket within ${timeoutMs} ms`,
-      cause: lastError,
     });
   }
 
@@ -292,18 +642,29 @@ class FirecrackerHandle implements VmHandle {
   async saveDeviceState(path: string): Promise<void> {
     this.#usable();
     const temporary = `${path}.tmp`;
-    const pages = `${path}.pages`;
+    // Where the process can write, and as it sees that.
+    const at = (file: string): { here: string; there: string } =>
+      this.#jail === undefined
+        ? { here: `${path}.${file}`, there: `${path}.${file}` }
+        : { here: join(this.#jail.sharedDir, file), there: `${INSIDE}/${file}` };
+    const [state, pages] = [at(STATE_FILE), at(PAGES_FILE)];
+    const clear = async () => {
+      for (const file of [state.here, pages.here]) await rm(file, { force: true, recursive: true });
+    };
     try {
+      await clear();
       await this.api.call(
         "PUT",
         "/snapshot/create",
-        { snapshot_type: "Diff", snapshot_path: temporary, mem_file_path: pages },
+        { snapshot_type: this.#snapshotType, snapshot_path: state.there, mem_file_path: pages.there },
         SAVE_TIMEOUT_MS,
       );
-      await rm(pages, { force: true });
+      checkRegular(state.here);
+      await copyFile(state.here, temporary);
       await publishDurable(temporary, path);
+      await clear();
     } catch (cause) {
-      await Promise.all([rm(temporary, { force: true }), rm(pages, { force: true })]);
+      await Promise.all([removeTree(temporary), clear()]);
       throw new AenvError({
         code:
           cause instanceof AenvError && /pause/i.test(cause.message)
@@ -318,6 +679,7 @@ class FirecrackerHandle implements VmHandle {
   async kill(graceMs = 2000): Promise<void> {
     this.#killing ??= endProcess(this.#process, this.exited, this.#gone ? 0 : graceMs);
     await this.#killing;
+    await this.#ended;
   }
 
   async [Symbol.asyncDispose](): Promise<void> {

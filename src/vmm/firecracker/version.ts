@@ -1,3 +1,4 @@
+import { readFileSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 
 export interface FirecrackerVersion {
@@ -16,10 +17,39 @@ const OLDEST: readonly [number, number] = [1, 12];
 /** Releases that must not run sandboxes, with the reason (upstream's changelog). */
 const REFUSED: Readonly<Record<string, string>> = {};
 
+/** What of a host decides whether a release can be used on it. */
+export interface HostFacts {
+  readonly kernel: readonly [major: number, minor: number];
+  /** Guests are offered shadow stacks (CET). */
+  readonly shadowStacks: boolean;
+}
+
+export function hostFacts(
+  release = readFileSync("/proc/sys/kernel/osrelease", "utf8"),
+  cpuinfo = readFileSync("/proc/cpuinfo", "utf8"),
+): HostFacts {
+  const [, major, minor] = /^(\d+)\.(\d+)/.exec(release) ?? [];
+  return {
+    kernel: [Number(major ?? 0), Number(minor ?? 0)],
+    shadowStacks: /^flags\s*:.*\b(user_shstk|shstk)\b/m.test(cpuinfo),
+  };
+}
+
+/**
+ * Upstream's #5972, in 1.16.1 and 1.17.0: states lack the register that says which supervisor state a guest's threads
+ * have. Linux 6.18 and later offer guests such a state, shadow stacks; restored from a state without it they crash.
+ */
+function losesSupervisorState(major: number, minor: number, patch: number, host: HostFacts): boolean {
+  const mended = major > 1 || minor > 16 || (minor === 16 && patch >= 1);
+  const offered = host.kernel[0] > 6 || (host.kernel[0] === 6 && host.kernel[1] >= 18);
+  return !mended && offered && host.shadowStacks;
+}
+
 /** From the first line of `firecracker --version`; throws when it is not one, too old or known as bad. */
 export function parseFirecrackerVersion(
   output: string,
   binary: string,
+  host: HostFacts,
   refused: Readonly<Record<string, string>> = REFUSED,
 ): FirecrackerVersion {
   const match = /^Firecracker v(\d+)\.(\d+)\.(\d+\S*)/m.exec(output);
@@ -34,7 +64,11 @@ export function parseFirecrackerVersion(
   const text = `${major}.${minor}.${match[3]}`;
   const atLeast = (wantedMajor: number, wantedMinor: number): boolean =>
     major > wantedMajor || (major === wantedMajor && minor >= wantedMinor);
-  const bad = refused[text];
+  const bad =
+    refused[text] ??
+    (losesSupervisorState(major, minor, Number.parseInt(match[3]!, 10), host)
+      ? "on this kernel and processor it loses part of guests' processor state (shadow stacks) when it saves them, which 1.16.1 does not"
+      : undefined);
   if (!atLeast(...OLDEST) || bad !== undefined) {
     throw new AenvError({
       code: "firecracker_version_refused",

@@ -4,15 +4,7 @@
  * after the boot, as the real one is. `FAKE_VERSION` is what it says it is; requests are appended as JSON lines to
  * `fake.requests` in its directory. Run as `bun fake-firecracker.ts ARGS…`.
  */
-import {
-  appendFileSync,
-  existsSync,
-  mkdirSync,
-  readFileSync,
-  realpathSync,
-  statSync,
-  writeFileSync,
-} from "node:fs";
+import { appendFileSync, existsSync, mkdirSync, readFileSync, statSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { parseArgs } from "node:util";
 import { z } from "zod";
@@ -31,6 +23,9 @@ const { values } = parseArgs({
     "http-api-max-payload-size": { type: "string" },
     "mmds-size-limit": { type: "string" },
     level: { type: "string" },
+    "log-path": { type: "string" },
+    "show-level": { type: "boolean" },
+    "show-log-origin": { type: "boolean" },
   },
 });
 const socket = values["api-sock"] ?? "/run/firecracker.socket";
@@ -43,8 +38,13 @@ const schemas = {
     mem_size_mib: whole.min(1),
     smt: z.boolean().optional(),
     track_dirty_pages: z.boolean().optional(),
-    cpu_template: z.string().optional(),
+    cpu_template: z.enum(["C3", "T2", "T2S", "T2CL", "T2A", "V1N1", "None"]).optional(),
     huge_pages: z.string().optional(),
+  }),
+  "/cpu-config": z.strictObject({
+    kvm_capabilities: z.array(z.string()).optional(),
+    cpuid_modifiers: z.array(z.unknown()).optional(),
+    msr_modifiers: z.array(z.unknown()).optional(),
   }),
   "/boot-source": z.strictObject({
     kernel_image_path: z.string(),
@@ -192,7 +192,8 @@ Bun.serve({
       );
     // Which file a name leads to shows that each VM sees its own.
     const drive = (parsed.data as { path_on_host?: string }).path_on_host;
-    const target = drive !== undefined && existsSync(drive) ? realpathSync(drive) : undefined;
+    const target =
+      drive !== undefined && existsSync(drive) ? readFileSync(drive, "utf8").split("\n")[0] : undefined;
     appendFileSync(log, `${JSON.stringify({ method: request.method, path, body: parsed.data, target })}\n`);
     try {
       perform(request.method, resource, path, parsed.data as Record<string, unknown>);

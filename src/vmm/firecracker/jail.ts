@@ -1,0 +1,407 @@
+import {
+  chmodSync,
+  chownSync,
+  closeSync,
+  existsSync,
+  lstatSync,
+  mkdirSync,
+  openSync,
+  readdirSync,
+  readFileSync,
+  statSync,
+} from "node:fs";
+import { basename, join } from "node:path";
+import { tryCommand } from "../../lib/command.ts";
+import { errorCode, removeTree } from "../../lib/durable.ts";
+import { AenvError } from "../../lib/errors.ts";
+import type { Logger } from "../../lib/log.ts";
+import { adoptVmm, processLives, readProcessStat, spawnDetached, type VmmProcess } from "../process.ts";
+import type { VmNetwork } from "../types.ts";
+import { type GroupLimits, Groups } from "./cgroup.ts";
+import { openPipe } from "./output.ts";
+
+/** Accounts of jailed processes: a user each out of a range that nobody else uses, and one group for all. */
+export interface JailUsers {
+  readonly firstUid: number;
+  readonly count: number;
+  readonly gid: number;
+}
+
+export interface JailsOptions {
+  /** Firecracker's executable on the host. */
+  readonly binary: string;
+  /** The aenv-jail program (c/jail). */
+  readonly helper: string;
+  /** Upstream's jailer, in place of ours. */
+  readonly jailer?: string;
+  /** Parent of the jails' directories, on a disk: the VMM writes its states there. */
+  readonly workDir: string;
+  /** Absent: processes keep the server's account, which is no choice for root. */
+  readonly users?: JailUsers;
+  /** Path of the control groups' parent below their mount. Absent: no groups. */
+  readonly cgroup?: string;
+  /** More of the host that the process sees, read-only, under the same names (for tests: an interpreter). */
+  readonly alsoVisible?: readonly string[];
+  readonly log: Logger;
+}
+
+/** The directory that Firecracker and the server share, as the former sees it. States name paths in it. */
+export const INSIDE = "/run/agentenv-vm";
+/** Where it sees what it is given to read. */
+export const FILES = "/files";
+const SOCKET = `${INSIDE}/api.sock`;
+const LOG_PIPE = "log";
+const PROGRAM = "/firecracker";
+const PREFIX = "agentenv-fc-";
+const DEVICES = ["/dev/kvm", "/dev/net/tun", "/dev/urandom"];
+/** What Firecracker itself takes beside the guest's memory, with room: threads, buffers, page cache of its files. */
+export const OVERHEAD_BYTES = 256 * 2 ** 20;
+/** Linux' capabilities by number: to give files and processes to another account, and to make device nodes. */
+const ACCOUNT_CAPABILITIES = [0n, 6n, 7n, 27n];
+
+/** Whether this process may start others under other accounts. */
+export function mayChangeUser(status = readFileSync("/proc/self/status", "utf8")): boolean {
+  const effective = BigInt(`0x${/^CapEff:\s*([0-9a-f]+)/m.exec(status)?.[1] ?? "0"}`);
+  return ACCOUNT_CAPABILITIES.every((bit) => ((effective >> bit) & 1n) === 1n);
+}
+
+/** One thing a jail is given of the host. */
+export interface JailEntry {
+  readonly kind: "ro" | "rw" | "node";
+  readonly source: string;
+  readonly target: string;
+}
+
+/** A running process in its jail. Disposing ends it, if it runs, and removes what it had. */
+export interface Jail extends AsyncDisposable {
+  readonly name: string;
+  readonly dir: string;
+  readonly process: VmmProcess;
+  /** The shared directory, as the server sees it. What lies there is the jailed process's word. */
+  readonly sharedDir: string;
+  readonly socketPath: string;
+  /** Pipes with the console and with Firecracker's log. */
+  readonly consolePipe: string;
+  readonly logPipe: string;
+  readonly stderrPath: string;
+  readonly gid: number | undefined;
+  /** Gives it what it needs for one VM, and the VM's limits. */
+  equip(entries: readonly JailEntry[], limits: GroupLimits, maxFileBytes: number): Promise<void>;
+  /** Makes a file of the shared directory the process's own. */
+  give(path: string): void;
+}
+
+export class Jails {
+  readonly #options: JailsOptions;
+  readonly #own = new Set<string>();
+  readonly #uids = new Set<number>();
+  #groups: Groups | undefined;
+  #groupsAsked = false;
+
+  constructor(options: JailsOptions) {
+    this.#options = options;
+  }
+
+  /** What is not as strict as it could be, in words for the operator. */
+  warnings(): string[] {
+    const { users, cgroup } = this.#options;
+    return [
+      ...(users === undefined && process.geteuid?.() !== 0
+        ? [
+            "VMMs run under the server's own account: to give each one of its own the server has to run as root",
+          ]
+        : []),
+      ...(cgroup !== undefined && this.#openGroups() === undefined
+        ? [`VMMs run without limits of CPU and memory: no control groups can be made below ${cgroup}`]
+        : []),
+    ];
+  }
+
+  /** Starts Firecracker, which then waits for its API's first request. Throws when it cannot be started. */
+  async start(
+    network: VmNetwork,
+    args: readonly string[],
+    limits: GroupLimits,
+    maxFileBytes: number,
+  ): Promise<Jail> {
+    const { binary, helper, jailer, workDir } = this.#options;
+    const name = `${PREFIX}${crypto.randomUUID().replaceAll("-", "").slice(0, 20)}`;
+    const dir = join(workDir, name);
+    await using undo = new AsyncDisposableStack();
+    const uid = this.#takeUid();
+    undo.defer(() => this.#forget(name, uid));
+    this.#own.add(name);
+    const sharedDir = this.#sharedDir(dir, name);
+    mkdirSync(dir, { recursive: true, mode: 0o700 });
+    undo.defer(() => removeTree(dir));
+    mkdirSync(sharedDir, { recursive: true, mode: jailer === undefined ? 0o700 : 0o755 });
+    const user = uid === undefined ? undefined : { uid, gid: this.#options.users!.gid };
+    if (user !== undefined) chownSync(sharedDir, user.uid, user.gid);
+    const groups = this.#openGroups()?.make(name, limits) ?? [];
+    undo.defer(() => this.#removeGroup(name));
+    const stderrPath = join(dir, "stderr.log");
+    const fds = [openSync(stderrPath, "a", 0o600)];
+    using closing = new DisposableStack();
+    closing.defer(() => {
+      for (const fd of fds) closeSync(fd);
+    });
+    for (const path of [join(dir, "console"), join(sharedDir, LOG_PIPE)]) fds.push(openPipe(path));
+    if (user !== undefined) chownSync(join(sharedDir, LOG_PIPE), user.uid, user.gid);
+    const ids = user === undefined ? [] : ["--uid", String(user.uid), "--gid", String(user.gid)];
+    const firecracker = ["--api-sock", SOCKET, ...args];
+    let command: string[];
+    if (jailer === undefined) {
+      const root = join(dir, "root");
+      mkdirSync(root, { mode: 0o700 });
+      const devices = DEVICES.filter((path) => existsSync(path));
+      command = [
+        ...[helper, "run", "--root", root, "--netns", network.netnsPath, "--tap", network.tapName],
+        ...groups.flatMap((group) => ["--cgroup", group]),
+        ...["--ro", binary, PROGRAM, "--rw", sharedDir, INSIDE],
+        ...(this.#options.alsoVisible ?? []).flatMap((path) => ["--ro", path, path]),
+        ...devices.flatMap((path) => ["--node", path, path]),
+        ...[...ids, "--max-file", String(maxFileBytes), "--", PROGRAM, "--id", name, ...firecracker],
+      ];
+    } else {
+      if (user === undefined) {
+        throw new AenvError({
+          code: "jailer_needs_root",
+          message: `Firecracker's jailer (${jailer}) only works as root`,
+          remediation: "run the server as root, or leave [firecracker].jailer_path unset",
+        });
+      }
+      const { netnsPath, tapName } = network;
+      await this.#help(["tap", "--netns", netnsPath, "--tap", tapName, ...ids]);
+      command = [
+        ...[jailer, "--id", name, "--exec-file", binary, ...ids],
+        ...["--chroot-base-dir", dir, "--netns", netnsPath],
+        ...["--resource-limit", `fsize=${maxFileBytes}`, "--resource-limit", "no-file=4096"],
+        ...["--", ...firecracker],
+      ];
+    }
+    const vmm = spawnDetached({
+      command,
+      program: command[0]!,
+      remediation: "reinstall agentenv, or mend [firecracker].jailer_path",
+      cwd: dir,
+      env: {},
+      stdio: [fds[0]!, fds[2], fds[1]],
+      stderrPath,
+    });
+    undo.defer(async () => {
+      vmm.signal("SIGKILL");
+      await vmm.exited;
+    });
+    if (jailer !== undefined) this.#joinLater(name, vmm);
+    const jail = this.#jail(dir, name, sharedDir, vmm, user, uid);
+    undo.move();
+    return jail;
+  }
+
+  /** The jail of a process that an earlier server started; undefined when that is gone. Its rest is swept then. */
+  adopt(dir: string, pid: number, startTimeTicks: string): Jail | undefined {
+    const vmm = adoptVmm(pid, startTimeTicks, join(dir, "stderr.log"));
+    if (vmm === undefined) return undefined;
+    const name = basename(dir);
+    this.#own.add(name);
+    const { users } = this.#options;
+    const status = /^Uid:\s+(\d+)/m.exec(readFileSync(`/proc/${pid}/status`, "utf8"))?.[1];
+    const uid = status === undefined || users === undefined ? undefined : Number(status);
+    if (uid !== undefined) this.#uids.add(uid);
+    const upstream = readdirSync(dir).find((entry) => existsSync(join(dir, entry, name, "root")));
+    const sharedDir = upstream === undefined ? join(dir, "run") : join(dir, upstream, name, "root", INSIDE);
+    const user = uid === undefined ? undefined : { uid, gid: users!.gid };
+    return this.#jail(dir, name, sharedDir, vmm, user, uid);
+  }
+
+  /** Ends processes and removes directories and groups of jails that no one here started or took over. */
+  async sweep(): Promise<number> {
+    const { workDir, log } = this.#options;
+    let names: string[] = [];
+    try {
+      names = readdirSync(workDir);
+    } catch (error) {
+      if (errorCode(error) !== "ENOENT") throw error;
+    }
+    const groups = this.#openGroups();
+    const left = new Set(
+      [...names, ...(groups?.list() ?? [])].filter((name) => name.startsWith(PREFIX) && !this.#own.has(name)),
+    );
+    if (left.size === 0) return 0;
+    let removed = 0;
+    for (const { pid, startTimeTicks, name } of jailedProcesses(left)) {
+      const vmm = adoptVmm(pid, startTimeTicks, "/dev/null");
+      vmm?.signal("SIGKILL");
+      for (let i = 0; i < 100 && processLives(pid, startTimeTicks); i++) await Bun.sleep(20);
+      if (processLives(pid, startTimeTicks)) {
+        log.error({ pid, jail: name }, "a VMM of an earlier process does not end");
+        left.delete(name);
+      }
+    }
+    for (const name of left) {
+      if (groups?.remove(name) === false) continue;
+      await removeTree(join(workDir, name));
+      removed += 1;
+    }
+    if (removed > 0) log.info({ jails: removed }, "jails of an earlier process removed");
+    return removed;
+  }
+
+  /** Nothing is started any more. */
+  close(): void {
+    this.#groups?.close();
+  }
+
+  #sharedDir(dir: string, name: string): string {
+    const { jailer, binary } = this.#options;
+    return jailer === undefined ? join(dir, "run") : join(dir, basename(binary), name, "root", INSIDE);
+  }
+
+  #openGroups(): Groups | undefined {
+    const { cgroup, log } = this.#options;
+    if (this.#groupsAsked || cgroup === undefined) return this.#groups;
+    this.#groupsAsked = true;
+    try {
+      // Below a parent for each server: what lies in it is its own.
+      this.#groups = Groups.open(join(cgroup, Bun.hash(this.#options.workDir).toString(16)));
+    } catch (error) {
+      log.debug({ err: error, cgroup }, "no control groups");
+    }
+    return this.#groups;
+  }
+
+  #removeGroup(name: string): void {
+    if (this.#groups?.remove(name) === false)
+      this.#options.log.warn({ name }, "a VMM's control group is still in use");
+  }
+
+  #joinLater(name: string, vmm: VmmProcess): void {
+    try {
+      this.#groups?.join(name, vmm.pid);
+    } catch (error) {
+      // It ended at once, which is told where it is waited for.
+      if (errorCode(error) !== "ESRCH") throw error;
+    }
+  }
+
+  #takeUid(): number | undefined {
+    const { users } = this.#options;
+    if (users === undefined) return undefined;
+    const start = Math.floor(Math.random() * users.count);
+    for (let i = 0; i < users.count; i++) {
+      const uid = users.firstUid + ((start + i) % users.count);
+      if (this.#uids.has(uid)) continue;
+      this.#uids.add(uid);
+      return uid;
+    }
+    throw new AenvError({
+      code: "no_jail_user",
+      status: 503,
+      message: `all ${users.count} accounts for VMMs are in use`,
+      remediation: "raise [firecracker].jail_uid_count",
+    });
+  }
+
+  #forget(name: string, uid: number | undefined): void {
+    this.#own.delete(name);
+    if (uid !== undefined) this.#uids.delete(uid);
+  }
+
+  async #help(args: readonly string[]): Promise<void> {
+    const { exitCode, stderr } = await tryCommand([this.#options.helper, ...args]);
+    if (exitCode === 0) return;
+    throw new AenvError({
+      code: "jail_failed",
+      message: stderr.trim() || `aenv-jail ended with ${exitCode}`,
+    });
+  }
+
+  #jail(
+    dir: string,
+    name: string,
+    sharedDir: string,
+    vmm: VmmProcess,
+    user: { readonly uid: number; readonly gid: number } | undefined,
+    uid: number | undefined,
+  ): Jail {
+    let ending: Promise<void> | undefined;
+    const end = async (): Promise<void> => {
+      vmm.signal("SIGKILL");
+      await vmm.exited;
+      this.#removeGroup(name);
+      await removeTree(dir);
+      this.#forget(name, uid);
+    };
+    return {
+      name,
+      dir,
+      process: vmm,
+      sharedDir,
+      // Through the process's own root: the name is short wherever the directory lies.
+      socketPath: `/proc/${vmm.pid}/root${SOCKET}`,
+      consolePipe: join(dir, "console"),
+      logPipe: join(sharedDir, LOG_PIPE),
+      stderrPath: join(dir, "stderr.log"),
+      gid: user?.gid,
+      equip: async (entries, limits, maxFileBytes) => {
+        this.#groups?.limit(name, limits);
+        const ids = user === undefined ? [] : ["--uid", String(user.uid), "--gid", String(user.gid)];
+        await this.#help([
+          ...["add", "--pid", String(vmm.pid), ...ids, "--max-file", String(maxFileBytes)],
+          ...entries.flatMap(({ kind, source, target }) => [`--${kind}`, source, target]),
+        ]);
+      },
+      give: (path) => {
+        if (user !== undefined) chownSync(path, user.uid, user.gid);
+      },
+      [Symbol.asyncDispose]: () => {
+        ending ??= end();
+        return ending;
+      },
+    };
+  }
+}
+
+/** Processes that are being put or live in one of the jails. */
+function jailedProcesses(
+  names: ReadonlySet<string>,
+): { readonly pid: number; readonly startTimeTicks: string; readonly name: string }[] {
+  const found: { pid: number; startTimeTicks: string; name: string }[] = [];
+  for (const entry of readdirSync("/proc")) {
+    const pid = Number(entry);
+    if (!Number.isInteger(pid)) continue;
+    let argv: string[];
+    try {
+      argv = readFileSync(`/proc/${pid}/cmdline`, "utf8").split("\0");
+    } catch (error) {
+      const code = errorCode(error);
+      if (code === "ENOENT" || code === "ESRCH" || code === "EACCES") continue;
+      throw error;
+    }
+    const id = argv.indexOf("--id");
+    const name = id >= 0 ? argv[id + 1] : argv.find((arg) => arg.startsWith("--id="))?.slice("--id=".length);
+    const startTimeTicks = readProcessStat(pid)?.startTimeTicks;
+    if (name !== undefined && names.has(name) && startTimeTicks !== undefined)
+      found.push({ pid, startTimeTicks, name });
+  }
+  return found;
+}
+
+/**
+ * Lets the group of jailed processes read a file that is the server's. What else lies on the host they do not see, so
+ * this opens it to those alone that are given it.
+ */
+export function letRead(path: string, gid: number | undefined): void {
+  if (gid === undefined) return;
+  const stat = statSync(path);
+  if ((stat.mode & 0o004) !== 0 || (stat.gid === gid && (stat.mode & 0o040) !== 0)) return;
+  chownSync(path, stat.uid, gid);
+  chmodSync(path, (stat.mode & 0o7777) | 0o040);
+}
+
+/** A regular file that the jailed process left in the shared directory, and nothing that only looks like one. */
+export function checkRegular(path: string): void {
+  const stat = lstatSync(path);
+  if (!stat.isFile() || stat.nlink !== 1)
+    throw new AenvError({ code: "vmm_untrusted", message: `${path} is no plain file` });
+}

@@ -1,0 +1,112 @@
+import { closeSync, constants, fstatSync, openSync, readSync, renameSync, writeSync } from "node:fs";
+import { makeFifo } from "../../../ffi/process.ts";
+import { errorCode } from "../../lib/durable.ts";
+import { AenvError } from "../../lib/errors.ts";
+
+/**
+ * What a VMM writes, the guest's console first of all, goes through named pipes that both sides hold open for reading
+ * and writing: a full pipe loses what is written and never holds up or ends the VM, whoever reads; a server that takes
+ * over finds the last of it. What is read goes to files that are bounded.
+ */
+
+/** How often the pipes are emptied, milliseconds. They hold 256 KiB. */
+const PUMP_MS = 200;
+const CHUNK_BYTES = 64 << 10;
+/** Of one pipe at a time, so that a guest that never stops writing holds up nobody else. */
+const CHUNKS = 16;
+
+/** A file of at most `maxBytes`; when it would grow over it, it becomes `PATH.1` and another is begun. */
+export class RotatingFile implements Disposable {
+  readonly #path: string;
+  readonly #maxBytes: number;
+  #fd: number;
+  #size: number;
+
+  constructor(path: string, maxBytes: number) {
+    this.#path = path;
+    this.#maxBytes = maxBytes;
+    this.#fd = openSync(path, "a", 0o600);
+    this.#size = fstatSync(this.#fd).size;
+  }
+
+  append(bytes: Uint8Array): void {
+    if (this.#size > 0 && this.#size + bytes.length > this.#maxBytes) {
+      closeSync(this.#fd);
+      renameSync(this.#path, `${this.#path}.1`);
+      this.#fd = openSync(this.#path, "a", 0o600);
+      this.#size = 0;
+    }
+    this.#size += writeSync(this.#fd, bytes);
+  }
+
+  [Symbol.dispose](): void {
+    closeSync(this.#fd);
+  }
+}
+
+/** Opens a named pipe for both, and makes it where there is none. Throws where the name is anything else. */
+export function openPipe(path: string): number {
+  makeFifo(path);
+  const fd = openSync(path, constants.O_RDWR | constants.O_NONBLOCK | constants.O_NOFOLLOW);
+  if (fstatSync(fd).isFIFO()) return fd;
+  closeSync(fd);
+  throw new AenvError({ code: "pipe_invalid", message: `${path} is no named pipe` });
+}
+
+const pumps = new Set<Pump>();
+let timer: ReturnType<typeof setInterval> | undefined;
+const chunk = new Uint8Array(CHUNK_BYTES);
+
+/** Moves what comes through a pipe into files until it is disposed; then the rest, at most a mebibyte. */
+export class Pump implements Disposable {
+  readonly #fd: number;
+  readonly #files: readonly RotatingFile[];
+  readonly #onError: (error: unknown) => void;
+  #done = false;
+
+  /** Takes the descriptor and the files over. */
+  constructor(fd: number, files: readonly RotatingFile[], onError: (error: unknown) => void) {
+    this.#fd = fd;
+    this.#files = files;
+    this.#onError = onError;
+    pumps.add(this);
+    timer ??= setInterval(() => {
+      for (const pump of pumps) pump.run();
+    }, PUMP_MS);
+    timer.unref();
+  }
+
+  run(): void {
+    try {
+      for (let i = 0; i < CHUNKS && this.#some(); i++);
+    } catch (error) {
+      // A full disk is no reason to end anything: the console has a hole then.
+      this.#onError(error);
+    }
+  }
+
+  #some(): boolean {
+    let count: number;
+    try {
+      count = readSync(this.#fd, chunk, 0, CHUNK_BYTES, null);
+    } catch (error) {
+      if (errorCode(error) === "EAGAIN") return false;
+      throw error;
+    }
+    if (count > 0) for (const file of this.#files) file.append(chunk.subarray(0, count));
+    return count > 0;
+  }
+
+  [Symbol.dispose](): void {
+    if (this.#done) return;
+    this.#done = true;
+    pumps.delete(this);
+    if (pumps.size === 0) {
+      clearInterval(timer);
+      timer = undefined;
+    }
+    this.run();
+    closeSync(this.#fd);
+    for (const file of this.#files) file[Symbol.dispose]();
+  }
+}
