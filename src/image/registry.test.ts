@@ -39,17 +39,22 @@ function faulty(handler: (request: Request, nth: number) => Response | Promise<R
   };
 }
 
-function source(host: string, login?: { username: string; password: string }) {
+function source(host: string, login?: { username: string; password: string }, idleTimeoutMs = 15_000) {
   return createRegistrySource({
     reference: { registry: host, repository: "a/b", tag: "t" },
     ...(login === undefined ? {} : { login: { kind: "basic", ...login } as const }),
-    retry: { attempts: 3, baseDelayMs: 5, maxDelayMs: 300, idleTimeoutMs: 300 },
+    retry: { attempts: 3, baseDelayMs: 5, maxDelayMs: 300, idleTimeoutMs },
   });
 }
 
-async function download(host: string, descriptor = BLOB): Promise<Buffer> {
+async function download(host: string, descriptor = BLOB, idleTimeoutMs?: number): Promise<Buffer> {
   const target = join(directory, `blob-${count++}`);
-  await source(host).blob(descriptor, target, new AbortController().signal, () => undefined);
+  await source(host, undefined, idleTimeoutMs).blob(
+    descriptor,
+    target,
+    new AbortController().signal,
+    () => undefined,
+  );
   return readFile(target);
 }
 
@@ -138,7 +143,7 @@ describe("downloads", () => {
           )
         : new Response(CONTENT),
     );
-    expect((await download(server.host)).equals(CONTENT)).toBe(true);
+    expect((await download(server.host, BLOB, 300)).equals(CONTENT)).toBe(true);
   });
 
   test("an abort ends at once", async () => {

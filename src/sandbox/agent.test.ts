@@ -1,6 +1,7 @@
 import { afterAll, afterEach, beforeAll, beforeEach, expect, test } from "bun:test";
 import { mkdirSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { createFrameParser, monotonicTimestamp, parseAgentAddress, waitHealthy } from "./agent.ts";
 import { createAgentClient } from "./index.ts";
@@ -60,7 +61,7 @@ test("errors: deadline, a program that is not there, a dead agent", async () => 
     code: "agent_invalid_argument",
   });
   const running = client.run(bash("sleep 20"));
-  await Bun.sleep(50);
+  await eventually("it runs", () => agent.commands.at(-1)?.args.includes("sleep 20"));
   await agent[Symbol.asyncDispose]();
   await expect(running).rejects.toMatchObject({ code: "agent_unreachable" });
   await expect(client.run(bash("true"))).rejects.toMatchObject({ code: "agent_unreachable", status: 502 });
@@ -122,7 +123,7 @@ test("times grow strictly, however fast they are asked for", () => {
 
 test("readiness: waits through refusals, gives up in time, ends at once when the VM dies", async () => {
   agent.refuseHealth = 5;
-  await client.waitHealthy(2000);
+  await client.waitHealthy(20_000);
   expect(agent.refuseHealth).toBe(0);
   const nobody = { host: "127.0.0.1", port: 1 };
   await expect(waitHealthy(nobody, 100, 5)).rejects.toMatchObject({ code: "agent_not_ready", status: 504 });

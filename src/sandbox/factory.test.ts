@@ -11,6 +11,7 @@ import {
   writeFileSync,
 } from "node:fs";
 import { basename, join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { fakeReport } from "../../tests/support/fake-network.ts";
 import { AenvError } from "../lib/errors.ts";
@@ -246,7 +247,7 @@ function open(overrides: { initTimeoutMs?: number } = {}): SandboxFactory {
     initrdPath: "/initrd",
     rootDir: join(home, "sandboxes"),
     runtimeDir: join(home, "run"),
-    initTimeoutMs: overrides.initTimeoutMs ?? 3000,
+    initTimeoutMs: overrides.initTimeoutMs ?? 20_000,
     pollMs: 3,
     log,
     agentPort: Number(agent.address.split(":")[1]),
@@ -327,8 +328,9 @@ describe("start", () => {
     await expect(factory.boot(spec())).rejects.toMatchObject({ code: "agent_not_ready" });
     // Longer than a test may take.
     factory = open({ initTimeoutMs: 600_000 });
+    const left = agent.refuseHealth;
     const booting = factory.boot(spec());
-    await Bun.sleep(150);
+    await eventually("the agent is asked", () => agent.refuseHealth < left);
     world.vms.at(-1)?.die();
     await expect(booting).rejects.toMatchObject({
       code: "vm_died",

@@ -15,6 +15,7 @@ import {
   writeFileSync,
 } from "node:fs";
 import { join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
 import { compress, makeTar } from "../../tests/support/oci.ts";
@@ -69,7 +70,7 @@ const images: ImageService = {
   [Symbol.asyncDispose]: async () => undefined,
 };
 
-function open(limits: { buildMs?: number } = {}): TemplateService {
+function open(limits: { buildMs?: number; readyMs?: number } = {}): TemplateService {
   return createTemplateService({
     repository,
     images,
@@ -80,7 +81,7 @@ function open(limits: { buildMs?: number } = {}): TemplateService {
     onDeleted: () => {
       deletions += 1;
     },
-    limits: { readyPollMs: 10, startDelayMs: 30, readyMs: 400, ...limits },
+    limits: { readyPollMs: 10, startDelayMs: 30, readyMs: 20_000, ...limits },
   });
 }
 
@@ -130,17 +131,20 @@ async function build(
 }
 
 async function ended(templateId: string, buildId: string): Promise<Ended> {
-  for (let i = 0; i < 500; i++) {
-    const state = await templates.build(templateId, buildId);
-    if (state.build.status === "ready" || state.build.status === "error") {
-      // The build leaves the service a moment after its record says so.
-      await Bun.sleep(20);
-      return templates.build(templateId, buildId);
-    }
-    await Bun.sleep(10);
-  }
-  throw new Error("the build did not end");
+  await eventually("the build ends", async () =>
+    /^(ready|error)$/.test((await templates.build(templateId, buildId)).build.status),
+  );
+  // The build leaves the service a moment after its record says so.
+  await Bun.sleep(20);
+  return templates.build(templateId, buildId);
 }
+
+/** Until that command runs in a guest. */
+const runs = (script: string) =>
+  eventually(`${script} runs`, () => agent.commands.some(({ args }) => args.join(" ").includes(script)));
+
+/** A step that lasts until the file is there. */
+const untilThere = (path: string) => ({ type: "RUN", args: [`until [ -e ${path} ]; do sleep 0.02; done`] });
 
 const messages = (state: Ended): string[] => state.logs.map((entry) => entry.message);
 
@@ -283,9 +287,12 @@ test("start and ready commands: ready is polled, an early failure or no readines
     message: "start command: exit status 4: cannot bind",
     step: "finalize",
   });
+  await templates[Symbol.asyncDispose]();
+  templates = open({ readyMs: 2000 });
+  await templates.start();
   const never = await build("never", { startCmd: "sleep 30", readyCmd: "echo not yet >&2; false" });
   expect(never.build.reason?.message).toContain(
-    "did not succeed within 0.4 s: ready command: exit status 1: not yet",
+    "did not succeed within 2 s: ready command: exit status 1: not yet",
   );
   const ends = await build("ends", { startCmd: "true" });
   expect(ends.build.status).toBe("ready");
@@ -320,17 +327,23 @@ test("FR-64: a named user that the image lacks is created: by its tools, else by
 
 test("FR-60: bounded: a step that hangs, a VM that dies, a registry that stalls", async () => {
   await templates[Symbol.asyncDispose]();
-  templates = open({ buildMs: 300 });
+  templates = open({ buildMs: 2500 });
   await templates.start();
   const hangs = await build("hangs", { steps: [{ type: "RUN", args: ["sleep 60"] }] });
   expect(hangs.build).toMatchObject({ status: "error", reason: { step: "1" } });
+  await templates[Symbol.asyncDispose]();
+  templates = open({ buildMs: 300 });
+  await templates.start();
   resolveImage = () => Promise.withResolvers<void>().promise;
   const stalls = await build("stalls");
   expect(stalls.build.reason).toEqual({ message: "the build did not end within 0.3 s", step: "base" });
   resolveImage = async () => undefined;
+  await templates[Symbol.asyncDispose]();
+  templates = open();
+  await templates.start();
   const made = await templates.create({ name: "dies", tags: [] });
-  await templates.startBuild(made.templateId, made.buildId, { steps: [{ type: "RUN", args: ["sleep 60"] }] });
-  await Bun.sleep(80);
+  await templates.startBuild(made.templateId, made.buildId, { steps: [{ type: "RUN", args: ["sleep 61"] }] });
+  await runs("sleep 61");
   for (const sandbox of factory.live) sandbox.die();
   const died = await ended(made.templateId, made.buildId);
   expect(died.build.reason).toMatchObject({
@@ -346,10 +359,10 @@ test("a rebuild under the same name: the old build serves until the new one is r
   expect((await templates.resolve("app"))?.id).toBe(first.record.id);
   const made = await templates.create({ name: "app", tags: [] });
   expect((await templates.resolve("app"))?.id).toBe(first.record.id);
-  await templates.startBuild(made.templateId, made.buildId, {
-    steps: [{ type: "RUN", args: ["sleep 0.2"] }],
-  });
+  const go = join(home, "go");
+  await templates.startBuild(made.templateId, made.buildId, { steps: [untilThere(go)] });
   expect((await templates.resolve("app"))?.id).toBe(first.record.id);
+  writeFileSync(go, "");
   const second = await ended(made.templateId, made.buildId);
   expect(second.record.aliases).toEqual(["app"]);
   expect((await templates.resolve("app"))?.id).toBe(second.record.id);
@@ -470,10 +483,10 @@ test("bad requests are refused before anything starts", async () => {
 test("deletion: refused while a build runs, complete afterwards, 404 for what is not there", async () => {
   await build("app");
   const made = await templates.create({ name: "app", tags: [] });
-  await templates.startBuild(made.templateId, made.buildId, {
-    steps: [{ type: "RUN", args: ["sleep 0.2"] }],
-  });
+  const go = join(home, "go");
+  await templates.startBuild(made.templateId, made.buildId, { steps: [untilThere(go)] });
   await expect(templates.delete("app")).rejects.toMatchObject({ code: "template_busy", status: 409 });
+  writeFileSync(go, "");
   await ended(made.templateId, made.buildId);
   await templates.delete("app");
   expect(await templates.list()).toEqual([]);
@@ -510,7 +523,7 @@ test("a restart fails builds that were under way, keeps waiting ones, and logs o
 test("closing the service ends running builds as failed and refuses new ones", async () => {
   const made = await templates.create({ name: "app", tags: [] });
   await templates.startBuild(made.templateId, made.buildId, { steps: [{ type: "RUN", args: ["sleep 60"] }] });
-  await Bun.sleep(80);
+  await runs("sleep 60");
   await templates[Symbol.asyncDispose]();
   expect((await templates.build(made.templateId, made.buildId)).build).toMatchObject({
     status: "error",
@@ -643,7 +656,7 @@ test("cancel ends a build with its reason, frees its sandbox, and is refused whe
     fromImage: "x",
     steps: [{ type: "RUN", args: ["sleep 30"] }],
   });
-  for (let i = 0; i < 200 && factory.live.size === 0; i++) await Bun.sleep(5);
+  await runs("sleep 30");
   await templates.cancel(made.templateId, made.buildId);
   expect(factory.live.size).toBe(0);
   const { build: record } = await templates.build(made.templateId, made.buildId);

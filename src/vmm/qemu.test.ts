@@ -15,6 +15,7 @@ import {
 } from "node:fs";
 import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { nbdDisk, prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
 import type { LaunchRequest } from "../../tests/vmkit/launch.ts";
 import { AenvError } from "../lib/errors.ts";
@@ -190,7 +191,11 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     expect(probe.reason).toContain("/dev/kvm");
     console.log(`probe: ${probe.mode}: ${probe.reason}`);
     const forced = createQemuDriver({ ...settings, mode: "kvm", probeCacheDir, log });
-    const started = performance.now();
+    const kept = () =>
+      existsSync(probeCacheDir)
+        ? readdirSync(probeCacheDir).map((name) => [name, statSync(join(probeCacheDir, name)).mtimeMs])
+        : [];
+    const before = kept();
     if (probe.mode === "kvm") {
       expect((await forced.identity).mode).toBe("kvm");
     } else {
@@ -198,7 +203,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
       expect(error.code).toBe("kvm_unusable");
       expect(error.remediation).toContain("auto");
     }
-    expect(performance.now() - started).toBeLessThan(10_000);
+    expect(kept()).toEqual(before);
   }, 120_000);
 
   test("outlives the server that started it; adopted, paused, saved, refused with a wrong state; a reset ends it", async () => {
@@ -253,8 +258,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     );
     await Bun.sleep(200);
     await adopted.resume();
-    await Bun.sleep(100);
-    expect((await network.ask()).count).toBeGreaterThan(first.count);
+    await eventually("it counts on", async () => (await network.ask()).count > first.count);
 
     // Another device state than the machine's is refused with QEMU's words, and nothing stays behind.
     writeFileSync(join(guest.dir, "nonsense"), "this is no device state");
