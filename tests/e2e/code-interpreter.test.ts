@@ -48,6 +48,7 @@ test("runCode: state, output, results, errors, environment, contexts, restart an
     expect(told.logs.stdout.join("")).toBe("user\n/home/user\n");
     expect(told.logs.stderr.join("")).toBe("by the caller\n");
     expect((await sandbox.runCode("os.environ.get('SAID')")).text).toBeUndefined();
+    expect((await sandbox.runCode("os.environ['PIP_BREAK_SYSTEM_PACKAGES']")).text).toBe("'1'");
 
     const failed = await sandbox.runCode("def f():\n    return 1 / 0\nf()");
     expect(failed.error).toMatchObject({ name: "ZeroDivisionError", value: "division by zero" });

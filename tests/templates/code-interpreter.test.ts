@@ -130,6 +130,15 @@ test.skipIf(missing)("a kernel that cannot be started is told within the answer"
   expect((await fetch(`${base}/health`)).status).toBe(200);
 });
 
+const PICKLED = `import pickle, sys
+class Made: pass
+type(pickle.loads(pickle.dumps(Made()))).__name__, vars(sys.modules["__main__"]) is globals()`;
+
+test.skipIf(missing)("code is the program's main module: what it defines can be pickled", async () => {
+  const id = await context(dir);
+  expect(await outcome(id, PICKLED)).toMatchObject([{ type: "result", text: "('Made', True)" }]);
+});
+
 /** Without what comes and goes: counts, the end. */
 async function outcome(id: string, code: string): Promise<Line[]> {
   const lines = await Array.fromAsync(execute(id, code));
@@ -175,6 +184,7 @@ test.skipIf(missing)(
       type: "error",
       name: "SystemExit",
     });
+    expect(await outcome(id, PICKLED)).toEqual([main("('Made', True)")]);
     expect(await outcome(id, "IPython.__version__[0]")).toEqual([main("'8'")]);
   },
   240_000,

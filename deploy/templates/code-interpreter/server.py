@@ -267,7 +267,6 @@ def ipython_shell(result):
     shell.display_formatter.active_types = list(FORMATS)
 
     class Adapter:
-        namespace = shell.user_ns
 
         def run(self, code):
             done = shell.run_cell(code, store_history=True)
@@ -337,15 +336,15 @@ def kernel(events_fd):
     def result(data, is_main):
         events.send({**data, "type": "result", "is_main_result": is_main})
 
-    # User code finds itself as `__main__`, not this program.
-    import types
+    # User code finds itself as `__main__`, not this program. IPython has seen to that.
+    shell = ipython_shell(result)
+    if shell is None:
+        import types
 
-    main = types.ModuleType("__main__")
-    shell = ipython_shell(result) or PlainShell(result)
-    main.__dict__.update(shell.namespace)
-    sys.modules["__main__"] = main
-    if isinstance(shell, PlainShell):
+        shell, main = PlainShell(result), types.ModuleType("__main__")
+        main.__dict__.update(shell.namespace)
         shell.namespace = main.__dict__
+        sys.modules["__main__"] = main
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     events.send({"type": "ready"})
     for count, line in enumerate(requests, 1):
