@@ -267,7 +267,6 @@ def ipython_shell(result):
     shell.display_formatter.active_types = list(FORMATS)
 
     class Adapter:
-
         def run(self, code):
             done = shell.run_cell(code, store_history=True)
             error = done.error_before_exec or done.error_in_exec
