@@ -344,6 +344,8 @@ try {
   row("proxy, one upstream connection per request", "ours", "nginx", "ratio");
   row("---", "---", "---", "---");
   const nginxBase = `http://127.0.0.1:${proxyPort}`;
+  // A server that has been running for some seconds: its code is compiled.
+  await wrk(child.pid, `${base}/small`, 16, into(servicePort));
   const small = await wrk(child.pid, `${base}/small`, 16, into(servicePort));
   const smallNginx = await wrk(nginx.worker, `${nginxBase}/small`, 16);
   row(
