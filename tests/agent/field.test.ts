@@ -75,11 +75,9 @@ const begin = async (script: string, tag: string, extra: Record<string, Json> = 
 describe("ends of processes", () => {
   test("FR-35: the time limit ends children and job groups too, SIGKILL likewise, setsid stays", async () => {
     const word = `busy-${process.pid}`;
-    const spinners = `for i in 1 2 3; do (exec -a ${word} sleep 60) & done; set -m; (exec -a ${word} sleep 60) & wait`;
-    const began = performance.now();
+    const spinners = `for i in 1 2 3; do (exec -a ${word} sleep 600) & done; set -m; (exec -a ${word} sleep 600) & wait`;
     const error = await sandbox.commands.run(spinners, { timeoutMs: 700 }).catch((e: unknown) => e);
     expect(error).toBeInstanceOf(TimeoutError);
-    expect(performance.now() - began).toBeLessThan(30_000);
     await eventually("all gone", () => alive(word).length === 0);
 
     const command = await sandbox.commands.run(spinners, { background: true });
@@ -94,7 +92,7 @@ describe("ends of processes", () => {
       agent,
       `setsid bash -c 'exec -a ${stays} sleep 60' >/dev/null 2>&1 & sleep 60`,
       {},
-      { "connect-timeout-ms": "500" },
+      { "connect-timeout-ms": "2000" },
     );
     expect(limited.error?.code).toBe("deadline_exceeded");
     await Bun.sleep(100);
@@ -104,20 +102,21 @@ describe("ends of processes", () => {
   });
 
   test("FR-35: SIGTERM is for the process alone, which may end its children in order", async () => {
-    const result = begin("trap 'echo orderly; kill %1; exit 0' TERM; sleep 60 & wait", "orderly");
-    await started("orderly");
-    await Bun.sleep(100); // until the trap is set
+    const ready = `${agent.dir}/trapped`;
+    const script = `trap 'echo orderly; kill %1; exit 0' TERM; sleep 60 & touch ${ready}; wait`;
+    const result = begin(script, "orderly");
+    await eventually("the trap is set", () => existsSync(ready));
     await call(agent, `${P}/SendSignal`, { process: { tag: "orderly" }, signal: "SIGNAL_SIGTERM" });
     expect(await result).toMatchObject({ stdout: "orderly\n", end: { exited: true } });
   });
 
   test("FR-36, FR-42: no limit with 0; at the limit what was said so far is there", async () => {
     expect((await sandbox.commands.run("sleep 0.3; echo done", { timeoutMs: 0 })).stdout).toBe("done\n");
-    const r = await sh(agent, "echo a; echo b >&2; sleep 9", {}, { "connect-timeout-ms": "500" });
+    const r = await sh(agent, "echo a; echo b >&2; sleep 9", {}, { "connect-timeout-ms": "1500" });
     expect([r.stdout, r.stderr, r.error?.code]).toEqual(["a\n", "b\n", "deadline_exceeded"]);
     const seen: string[] = [];
     const late = await sandbox.commands
-      .run("echo a; sleep 9", { timeoutMs: 400, onStdout: (s) => void seen.push(s) })
+      .run("echo a; sleep 9", { timeoutMs: 1500, onStdout: (s) => void seen.push(s) })
       .catch((e: unknown) => e);
     expect([late instanceof TimeoutError, seen.join("")]).toEqual([true, "a\n"]);
   });
@@ -182,7 +181,7 @@ describe("output", () => {
   });
 
   test("a subscriber that takes nothing is cut off in the end; the process and the others go on", async () => {
-    await using a = await startAgent(["--stall", "1"]);
+    await using a = await startAgent(["--stall", "3"]);
     const body = {
       process: { cmd: "/bin/sh", args: ["-c", "head -c 30000000 /dev/zero"] },
       tag: "stalled",
@@ -210,7 +209,7 @@ describe("output", () => {
     expect(await list()).not.toContain("stalled");
     dead.resume();
     await eventually("closed", () => closed);
-  }, 20_000);
+  }, 60_000);
 });
 
 describe("input", () => {
@@ -219,7 +218,7 @@ describe("input", () => {
       const r = await sandbox.commands.run(
         `command -v ${cmd.split(" ")[0]} >/dev/null || exit 0; ${cmd}; echo over`,
         {
-          timeoutMs: 5000,
+          timeoutMs: 20_000,
         },
       );
       expect(r.exitCode).toBe(0);
@@ -628,7 +627,7 @@ describe("watches", () => {
       { stdio: ["ignore", "ignore", "inherit"] },
     );
     expect(await made.exited).toBe(0);
-    await eventually("all 20,000", () => w.set.has("CREATE many/20/1000"), 10_000);
+    await eventually("all 20,000", () => w.set.has("CREATE many/20/1000"));
     let missing = 0;
     for (let d = 1; d <= 20; d++)
       for (let i = 1; i <= 1000; i++) if (!w.set.has(`CREATE many/${d}/${i}`)) missing++;
@@ -678,7 +677,7 @@ describe("watches", () => {
       text = (text + d.toString("latin1")).slice(-2000);
     });
     socket.resume();
-    await eventually("the end of the stream", () => text.includes("overflow"), 20_000);
+    await eventually("the end of the stream", () => text.includes("overflow"));
     expect(text).toContain('"code":"internal"');
     socket.destroy();
     // queued by the polling interface
@@ -737,11 +736,7 @@ describe("who this machine is", () => {
     const other = async (old: ReturnType<typeof state>, name: string) => {
       expect(await init(a, name)).toBe(204);
       if (Bun.which("ssh-keygen"))
-        await eventually(
-          "new keys",
-          () => state().keys.every((k, i) => k !== "" && k !== old.keys[i]),
-          10_000,
-        );
+        await eventually("new keys", () => state().keys.every((k, i) => k !== "" && k !== old.keys[i]));
       expect(readFileSync(`${etc}/hosts`, "utf8")).toBe(
         `127.0.0.1 localhost\n1.2.3.4 mine\n127.0.1.1\t${name}\t# this sandbox\n`,
       );

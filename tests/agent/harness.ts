@@ -217,7 +217,7 @@ export async function raw(agent: Agent, data: string | Uint8Array, until?: RegEx
     socket.on("error", (error: NodeJS.ErrnoException) =>
       error.code === "ECONNRESET" ? done(text) : failed(error),
     );
-    socket.setTimeout(8000, () => socket.destroy(new Error(`no answer; so far: ${text}`)));
+    socket.setTimeout(20_000, () => socket.destroy(new Error(`no answer; so far: ${text}`)));
   });
 }
 

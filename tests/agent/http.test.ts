@@ -282,8 +282,11 @@ test("a new lifecycle drops the connections of the old one, the same does not", 
   const init = async (lifecycleID: string) =>
     (await fetch(`${a.url}/init`, { method: "POST", body: JSON.stringify({ lifecycleID }) })).status;
   const open = () => {
-    const state = { closed: false };
+    const state = { answered: false, closed: false };
     const s = connect(a.port, "127.0.0.1", () => s.write("GET /health HTTP/1.1\r\nHost: x\r\n\r\n"));
+    s.once("data", () => {
+      state.answered = true;
+    });
     s.on("close", () => {
       state.closed = true;
     });
@@ -294,7 +297,7 @@ test("a new lifecycle drops the connections of the old one, the same does not", 
   };
   await init("one");
   const kept = open();
-  await Bun.sleep(50);
+  await eventually("answered", () => kept.answered);
   await init("one");
   await Bun.sleep(50);
   expect(kept.closed).toBe(false);

@@ -298,22 +298,23 @@ test("terminal belongs to the user and is the controlling one", async () => {
 });
 
 test("SendSignal: only TERM and KILL; the end follows the process, not a pipe a grandchild holds", async () => {
+  let holder = 0;
   const reading = collect(
     await openStream(agent, `${P}/Start`, {
-      process: { cmd: "/bin/sh", args: ["-c", "sleep 3 & echo on; wait"] },
+      process: { cmd: "/bin/sh", args: ["-c", "sleep 300 & echo $!; wait"] },
       tag: "sig",
     }),
+    (f) => {
+      holder ||= Number(Buffer.from(f.event?.data?.stdout ?? "", "base64").toString());
+    },
   );
-  await eventually("start", async () =>
-    JSON.stringify((await call(agent, `${P}/List`, {})).body).includes("sig"),
-  );
+  await eventually("start", () => holder > 0);
   const process = { tag: "sig" };
   expect((await call(agent, `${P}/SendSignal`, { process, signal: "SIGNAL_UNSPECIFIED" })).status).toBe(501);
-  const started = Date.now();
   expect((await call(agent, `${P}/SendSignal`, { process, signal: 15 })).status).toBe(200);
   const r = await reading;
   expect(r.end).toEqual({ exitCode: -1, status: "signal: terminated", error: "signal: terminated" });
-  expect(Date.now() - started).toBeLessThan(10_000);
+  globalThis.process.kill(holder, "SIGKILL"); // still there
   expect((await call(agent, `${P}/SendSignal`, { process, signal: "SIGNAL_SIGTERM" })).status).toBe(404);
 });
 
@@ -325,12 +326,10 @@ test("without a signal the end waits for the last holder of the output", async (
 });
 
 test("Connect-Timeout-Ms limits the life of the process", async () => {
-  const started = Date.now();
-  const r = await sh(agent, "echo on; exec sleep 30", { tag: "limited" }, { "connect-timeout-ms": "300" });
+  const r = await sh(agent, "echo on; exec sleep 300", { tag: "limited" }, { "connect-timeout-ms": "1500" });
   expect(r.stdout).toBe("on\n");
   expect(r.error?.code).toBe("deadline_exceeded");
   expect(r.end).toBeUndefined();
-  expect(Date.now() - started).toBeLessThan(15_000);
   await eventually(
     "killed",
     async () => !JSON.stringify((await call(agent, `${P}/List`, {})).body).includes("limited"),
@@ -344,7 +343,7 @@ test("Connect-Timeout-Ms limits the life of the process", async () => {
 test("the limit holds when the client has gone", async () => {
   const stop = new AbortController();
   const body = { process: { cmd: "sleep", args: ["30"] }, tag: "left" };
-  const response = await openStream(agent, `${P}/Start`, body, { "connect-timeout-ms": "600" }, stop.signal);
+  const response = await openStream(agent, `${P}/Start`, body, { "connect-timeout-ms": "3000" }, stop.signal);
   for await (const f of frames(response)) if (f.event?.start) break;
   stop.abort();
   await Bun.sleep(100);
