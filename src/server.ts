@@ -141,6 +141,7 @@ async function startNode(config: NodeConfig, log: Logger) {
         argv: selfCommand(
           "blockd",
           ...["--max-ublk-devices", String(config.ublk.maxDevices)],
+          ...["--warm-layers", String(config.pool.block.enabled ? config.pool.block.warmLayers : 0)],
           ...(config.ublk.daemonMetricsListenAddr === ""
             ? []
             : ["--metrics", config.ublk.daemonMetricsListenAddr]),

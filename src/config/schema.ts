@@ -329,7 +329,11 @@ export const configSchema = z.object({
     low_watermark: integer(2),
     high_watermark: integer(64),
     network: table({ enabled: flag(true), maintenance_enabled: flag(true), startup_prewarm: flag(true) }),
-    block: table({ enabled: flag(true), startup_prewarm: flag(true) }),
+    block: table({
+      enabled: flag(true),
+      startup_prewarm: flag(true),
+      warm_layers: integer(256, 0, 65_536),
+    }),
     firecracker: table({
       enabled: flag(true),
       maintenance_enabled: flag(true),

@@ -35,7 +35,7 @@ const WITHOUT_EFFECT: readonly string[] = [
   "image.cache.remote_blocks.",
   "envd.version",
   "volume.",
-  "pool.block.",
+  "pool.block.startup_prewarm",
   "observability.scheduler_report.",
   "cluster.",
   "p2p.",

@@ -5,6 +5,7 @@ import {
   mkdtempSync,
   readdirSync,
   readFileSync,
+  readlinkSync,
   rmSync,
   statSync,
   writeFileSync,
@@ -17,7 +18,7 @@ import { AenvError } from "../../lib/errors.ts";
 import { lockHolder } from "../../lib/file-lock.ts";
 import { Command, CommandFlag } from "../export/nbd/codec.ts";
 import { RawClient, request } from "../export/nbd/testing.ts";
-import { mergeLayers } from "../overlaybd/index.ts";
+import { createLayerWriter, mergeLayers } from "../overlaybd/index.ts";
 import type { LayerRef } from "../overlaybd/types.ts";
 import { BlockdConnection } from "./client.ts";
 import { encodeFrame } from "./framing.ts";
@@ -561,8 +562,8 @@ describe("one worker, several devices", () => {
   const metrics = join(root, "one-worker", "metrics.sock");
   let supervised: SupervisedBlockd;
   beforeAll(async () => {
-    const argv = [...DAEMON, "--workers", "1", "--block-cache-mib", "8", "--metrics", metrics];
-    supervised = await supervise({ ...options, argv });
+    const flags = ["--workers", "1", "--block-cache-mib", "8", "--warm-layers", "4", "--metrics", metrics];
+    supervised = await supervise({ ...options, argv: [...DAEMON, ...flags] });
   });
   afterAll(() => end(supervised));
 
@@ -622,6 +623,43 @@ describe("one worker, several devices", () => {
     await Promise.all(["busy", "quiet"].map((id) => client.release(id)));
   });
 
+  test("devices of one image share its open layers, and the next one finds them warm", async () => {
+    const { client } = supervised;
+    const lowers = Array.from({ length: 6 }, (_, i) => {
+      using layer = createLayerWriter(join(root, "one-worker", `lower-${i}`), { virtualSizeBytes: 4 * MiB });
+      layer.append(i * 4096, new Uint8Array(new ArrayBuffer(4096)).fill(i + 1));
+      return layer.finish();
+    });
+    const { pid } = await client.stats();
+    const openLayers = () =>
+      readdirSync(`/proc/${pid}/fd`).filter((fd) => {
+        const path = `/proc/${pid}/fd/${fd}`;
+        return existsSync(path) && readlinkSync(path).includes("/lower-");
+      }).length;
+    const layers = async () => (await client.stats()).workers[0]!.layers;
+    const create = (deviceId: string) =>
+      client.create({
+        deviceId,
+        image: { lowers, upper: upperIn(join(root, "disks")), virtualSizeBytes: 4 * MiB },
+        readOnly: false,
+        exportKind: "nbd",
+      });
+    await create("warm-1");
+    const second = await create("warm-2");
+    expect(await layers()).toEqual({ used: 6, idle: 0, hits: 6, misses: 6 });
+    expect(openLayers()).toBe(6);
+    await client.release("warm-1");
+    await expectIo(second, "read -P 6 20k 4k");
+    await client.release("warm-2");
+    // As many as it was told to keep.
+    expect(await layers()).toEqual({ used: 0, idle: 4, hits: 6, misses: 6 });
+    expect(openLayers()).toBe(4);
+    const third = await create("warm-3");
+    expect(await layers()).toEqual({ used: 6, idle: 0, hits: 10, misses: 8 });
+    await expectIo(third, "read -P 1 0 4k", "read -P 6 20k 4k");
+    await client.release("warm-3");
+  });
+
   test("metrics in Prometheus' text form, for the owner alone", async () => {
     const { client } = supervised;
     const info = await createBlank(client, "disk.1", 4 * MiB);
@@ -641,6 +679,7 @@ describe("one worker, several devices", () => {
     expect(samples.get('aenv_blockd_device_write_bytes_total{device="disk.1"}')).toBe(65536);
     expect(samples.get('aenv_blockd_device_read_ops_total{device="disk.1"}')).toBeGreaterThan(0);
     expect(samples.get('aenv_blockd_block_cache_limit_bytes{worker="0"}')).toBe(8 * MiB);
+    expect(samples.get('aenv_blockd_layers_used{worker="0"}')).toBe(0);
     expect(samples.get("aenv_blockd_flush_seconds_count")).toBe(
       samples.get('aenv_blockd_device_flush_ops_total{device="disk.1"}')!,
     );

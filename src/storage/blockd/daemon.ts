@@ -27,6 +27,8 @@ const DEFAULT_WORKERS = 2;
 const MAX_WORKERS = 64;
 const DEFAULT_BLOCK_CACHE_MIB = 128;
 const MAX_BLOCK_CACHE_MIB = 1 << 20;
+const DEFAULT_WARM_LAYERS = 256;
+const MAX_WARM_LAYERS = 1 << 16;
 /** The kernel has numbers for about a million; each costs it some 100 KiB. */
 const DEFAULT_MAX_UBLK_DEVICES = 4096;
 const MAX_UBLK_DEVICES = 1 << 16;
@@ -43,6 +45,7 @@ interface DaemonOptions {
   readonly runtimeDir: string;
   readonly workers: number;
   readonly blockCacheMiB: number;
+  readonly warmLayers: number;
   readonly maxUblkDevices: number;
   /** Where to serve metrics: a unix socket's path, or host and port. */
   readonly metrics:
@@ -58,6 +61,7 @@ const USAGE = `usage: agentenv blockd --socket PATH --runtime-dir DIR [options]
   --runtime-dir DIR        device table and export sockets
   --workers N              threads that serve devices, 1 to ${MAX_WORKERS} (default ${DEFAULT_WORKERS})
   --block-cache-mib N      memory for decompressed blocks, all workers together (default ${DEFAULT_BLOCK_CACHE_MIB})
+  --warm-layers N          layer files kept open for the next device, all workers together; 0: none (default ${DEFAULT_WARM_LAYERS})
   --max-ublk-devices N     block devices of the kernel at once (default ${DEFAULT_MAX_UBLK_DEVICES})
   --metrics ADDRESS        serve Prometheus metrics at HOST:PORT or the unix socket /PATH`;
 
@@ -69,6 +73,7 @@ function parseOptions(argv: string[]): DaemonOptions {
       "runtime-dir": { type: "string" },
       workers: { type: "string" },
       "block-cache-mib": { type: "string" },
+      "warm-layers": { type: "string" },
       "max-ublk-devices": { type: "string" },
       metrics: { type: "string" },
     },
@@ -76,10 +81,15 @@ function parseOptions(argv: string[]): DaemonOptions {
   const { socket, "runtime-dir": runtimeDir, metrics } = values;
   if (socket === undefined || runtimeDir === undefined)
     throw new TypeError("--socket and --runtime-dir are needed");
-  const whole = (name: "workers" | "block-cache-mib" | "max-ublk-devices", absent: number, max: number) => {
+  const whole = (
+    name: "workers" | "block-cache-mib" | "warm-layers" | "max-ublk-devices",
+    absent: number,
+    max: number,
+    min = 1,
+  ) => {
     const text = values[name] ?? String(absent);
-    const value = /^\d+$/.test(text) ? Number(text) : 0;
-    if (value < 1 || value > max) throw new TypeError(`--${name} must be 1 to ${max}`);
+    const value = /^\d+$/.test(text) ? Number(text) : -1;
+    if (value < min || value > max) throw new TypeError(`--${name} must be ${min} to ${max}`);
     return value;
   };
   return {
@@ -87,6 +97,7 @@ function parseOptions(argv: string[]): DaemonOptions {
     runtimeDir: resolve(runtimeDir),
     workers: whole("workers", DEFAULT_WORKERS, MAX_WORKERS),
     blockCacheMiB: whole("block-cache-mib", DEFAULT_BLOCK_CACHE_MIB, MAX_BLOCK_CACHE_MIB),
+    warmLayers: whole("warm-layers", DEFAULT_WARM_LAYERS, MAX_WARM_LAYERS, 0),
     maxUblkDevices: whole("max-ublk-devices", DEFAULT_MAX_UBLK_DEVICES, MAX_UBLK_DEVICES),
     metrics: metrics === undefined ? undefined : parseMetricsAddress(metrics),
   };
@@ -383,6 +394,7 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
   let stopping = false;
   const workerOptions = {
     blockCacheBytes: Math.floor((options.blockCacheMiB * 2 ** 20) / options.workers),
+    warmLayers: Math.ceil(options.warmLayers / options.workers),
     indexCacheDirectory: join(runtimeDir, "index-cache"),
     ublkStamp: ublkStamp(runtimeDir),
   };

@@ -81,6 +81,10 @@ const WORKER_FIGURES: readonly [
   ["block_cache_limit_bytes", "gauge", "Room for them.", (w) => w.blockCache.limitBytes],
   ["block_cache_hits_total", "counter", "Blocks found decompressed.", (w) => w.blockCache.hits],
   ["block_cache_misses_total", "counter", "Blocks that had to be decompressed.", (w) => w.blockCache.misses],
+  ["layers_used", "gauge", "Layer files under open devices.", (w) => w.layers.used],
+  ["layers_warm", "gauge", "Layer files kept open for the next device.", (w) => w.layers.idle],
+  ["layer_hits_total", "counter", "Layers that a device found open.", (w) => w.layers.hits],
+  ["layer_misses_total", "counter", "Layers that had to be opened.", (w) => w.layers.misses],
 ];
 
 const ZFILE_FIGURES: readonly [name: string, help: string, value: (stats: ZFileStats) => number][] = [
@@ -151,9 +155,13 @@ export function serveMetrics(address: Address, stats: () => Promise<BlockdStats>
   try {
     return listen(address, stats, log);
   } catch (error) {
-    log.error(
-      { err: error, address },
-      "metrics are not served: choose another address and restart the daemon",
+    const where = "unix" in address ? address.unix : `${address.hostname}:${address.port}`;
+    const reason =
+      error instanceof Error && "code" in error ? String(error.code) : errorChain(error).join(": ");
+    log.warn(
+      { address },
+      `the block daemon's metrics are not served: ${where} cannot be had (${reason}), perhaps another server of this host has it; ` +
+        'set ublk.daemon_metrics_listen_addr (or AENV_UBLK_DAEMON_METRICS_LISTEN_ADDR) to a free HOST:PORT, or to "" for none, and restart the server',
     );
     return { [Symbol.dispose]: () => undefined };
   }

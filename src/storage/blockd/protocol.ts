@@ -103,6 +103,13 @@ export interface WorkerStats {
     readonly hits: number;
     readonly misses: number;
   };
+  /** Layer files that devices use, those kept open for the next device, and how often one was found open. */
+  readonly layers: {
+    readonly used: number;
+    readonly idle: number;
+    readonly hits: number;
+    readonly misses: number;
+  };
   /** Decompression, by codec. */
   readonly zfile: Readonly<Record<"lz4" | "zstd", ZFileStats>>;
 }

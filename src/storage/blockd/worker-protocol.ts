@@ -5,6 +5,8 @@ import type { BlockdError, BlockdStats, ExportKind, LowerSwap, WorkerStats } fro
 export interface WorkerOptions {
   /** Memory for decompressed blocks. */
   readonly blockCacheBytes: number;
+  /** Layers kept open that no device uses, see LayerPool. */
+  readonly warmLayers: number;
   /** Where merged indexes of images are kept between opens. */
   readonly indexCacheDirectory: string;
   /** Marks our ublk devices among all of the host. */

@@ -4,6 +4,7 @@ import { createLogger } from "../../lib/log.ts";
 import { BufferPool } from "../export/nbd/index.ts";
 import { UblkServer } from "../export/ublk/index.ts";
 import { openIoEngine } from "../io/index.ts";
+import { threadLayers } from "../overlaybd/layer-pool.ts";
 import type { OverlaybdRoom } from "../overlaybd/types.ts";
 import { threadBlockCache } from "../overlaybd/zfile/block-cache.ts";
 import { zfileStats } from "../overlaybd/zfile/reader.ts";
@@ -97,6 +98,7 @@ export class DeviceOwner implements AsyncDisposable {
       engine: kind,
       ...this.#context.engine.stats(),
       blockCache: threadBlockCache.stats(),
+      layers: threadLayers.stats(),
       zfile: zfileStats(),
     };
   }
@@ -124,6 +126,7 @@ export async function runWorker(
   const port: MessagePort = parentPort;
   const log = createLogger("blockd-worker");
   threadBlockCache.setLimit(options.blockCacheBytes);
+  threadLayers.setIdleLimit(options.warmLayers);
   await using engine = openIoEngine();
   if (engine.reason !== undefined)
     log.warn(`${engine.reason}: I/O goes through a thread pool, which is slower`);

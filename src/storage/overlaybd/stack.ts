@@ -5,6 +5,7 @@ import { type Disk, hostDisk } from "./disk.ts";
 import { badRequest } from "./errors.ts";
 import { executeRead, locateRead, tryExecuteRead } from "./execute.ts";
 import { cachedIndex, type IndexCacheOptions, indexKey, type LayerIdentity } from "./index-cache.ts";
+import { openPooled } from "./layer-pool.ts";
 import { checkVirtualSize } from "./layer-writer.ts";
 import { EMPTY_INDEX, type FlatIndex, findFlat, mergeFlat } from "./lsmt/flat-index.ts";
 import { BLOCK_SECTORS, type LsmtBlock, MAX_MAPPING_SECTORS, SECTOR_BYTES } from "./lsmt/format.ts";
@@ -12,7 +13,7 @@ import { readMergedIndex } from "./lsmt/layer.ts";
 import { planRead, ReadPlan, visitFlat, visitStack } from "./lsmt/plan.ts";
 import { Upper, type UpperTuning } from "./lsmt/upper.ts";
 import { clearBlankUpper, createUpperFiles } from "./lsmt/upper-files.ts";
-import { openLayer, openLayerBlocks } from "./open-layer.ts";
+import { openLayer } from "./open-layer.ts";
 import {
   lowersDigest,
   placeFresh,
@@ -51,6 +52,8 @@ interface Lower {
   readonly ref: LayerRef;
   readonly source: ReadSource;
   readonly uuid: string | undefined;
+  /** Lets go of the source: others may use it. */
+  readonly use: Disposable;
 }
 
 class Stack implements LayerStack {
@@ -66,7 +69,7 @@ class Stack implements LayerStack {
   /** Reads under way, oldest first, and layers that may be closed when those before them have ended. */
   readonly #pins = new Set<number>();
   #nextPin = 0;
-  readonly #retired: { readonly before: number; readonly source: ReadSource }[] = [];
+  readonly #retired: { readonly before: number; readonly use: Disposable }[] = [];
   readonly #plan = new ReadPlan();
 
   constructor(
@@ -287,7 +290,7 @@ class Stack implements LayerStack {
   #closeRetired(): void {
     const oldest = this.#pins.values().next().value ?? Number.POSITIVE_INFINITY;
     while (this.#retired.length > 0 && this.#retired[0]!.before <= oldest) {
-      this.#retired.shift()?.source[Symbol.dispose]();
+      this.#retired.shift()?.use[Symbol.dispose]();
     }
   }
 
@@ -334,9 +337,14 @@ class Stack implements LayerStack {
       const base = remapTags(this.#base, first, count, opened.index);
       const uuid = opened.blocks.trailer.uuid ?? opened.blocks.header.uuid;
       if (first + count === this.#lowers.length) this.#upper?.setParent(uuid);
-      const out = this.#lowers.splice(first, count, { ref: merged, source: opened.source, uuid });
+      const out = this.#lowers.splice(first, count, {
+        ref: merged,
+        source: opened.source,
+        uuid,
+        use: opened,
+      });
       this.#base = base;
-      this.#retired.push(...out.map((lower) => ({ before: this.#nextPin, source: lower.source })));
+      this.#retired.push(...out.map((lower) => ({ before: this.#nextPin, use: lower.use })));
       this.#closeRetired();
       return out.map((lower) => lower.ref);
     } catch (error) {
@@ -506,7 +514,7 @@ class Stack implements LayerStack {
     const ref: LayerRef = { file: sealedPath, size: upper.fileSizeBytes(), uuid };
     const base = this.#base;
     this.#base = mergeFlat(sealed.index(this.#lowers.length), base);
-    this.#lowers.push({ ref, source: upper.source, uuid });
+    this.#lowers.push({ ref, source: upper.source, uuid, use: upper.source });
     this.#upper = next;
     // From here on writes go to the fresh upper: there is a way back as long as none has come.
     undo.defer(() => {
@@ -554,7 +562,7 @@ class Stack implements LayerStack {
     const ref: LayerRef = { file: sealedPath, size, uuid };
     this.#base = mergeFlat(sealed.index(this.#lowers.length), this.#base);
     upper.handOverData();
-    this.#lowers.push({ ref, source: upper.source, uuid });
+    this.#lowers.push({ ref, source: upper.source, uuid, use: upper.source });
     this.#upper = undefined;
     if (old.index !== undefined) this.#disk.removeIfPresent(old.index);
     this.#disk.removeIfPresent(recordPath(old));
@@ -587,7 +595,7 @@ class Stack implements LayerStack {
   [Symbol.dispose](): void {
     if (!this.#open) return;
     this.#open = false;
-    for (const lower of [...this.#retired, ...this.#lowers]) lower.source[Symbol.dispose]();
+    for (const { use } of [...this.#retired, ...this.#lowers]) use[Symbol.dispose]();
     this.#upper?.[Symbol.dispose]();
   }
 }
@@ -621,17 +629,16 @@ export function openLowers(
   let topUuid: string | undefined;
   let bottomParentUuid: string | undefined;
   for (const [number, ref] of refs.entries()) {
-    const layer = openLayerBlocks(disk, ref.file);
-    cleanup.use(layer.source);
+    const layer = cleanup.use(openPooled(disk, ref.file));
     const { header, trailer } = layer.blocks;
     const uuid = trailer.uuid ?? header.uuid;
     if (trailer.virtualSizeBytes !== 0) inheritedSizeBytes = trailer.virtualSizeBytes;
     if (number === 0) bottomParentUuid = header.parentUuid ?? trailer.parentUuid;
     topUuid = uuid;
-    lowers.push({ ref, source: layer.source, uuid });
+    lowers.push({ ref, source: layer.source, uuid, use: layer });
     trailers.push(trailer);
     identities.push({
-      file: disk.identityOf(ref.file),
+      file: layer.identity,
       uuid,
       sizeBytes: layer.source.sizeBytes,
       virtualSizeBytes: trailer.virtualSizeBytes,

@@ -5,7 +5,7 @@ import { WorkerHandle } from "../worker-pool.ts";
 if (Bun.isMainThread) {
   const deaths: string[] = [];
   const worker = new WorkerHandle(
-    { blockCacheBytes: 0, indexCacheDirectory: "/nonexistent", ublkStamp: 1 },
+    { blockCacheBytes: 0, warmLayers: 0, indexCacheDirectory: "/nonexistent", ublkStamp: 1 },
     (error) => deaths.push(error.message),
   );
   const outcome = (call: Promise<unknown>) =>
