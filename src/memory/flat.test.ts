@@ -12,6 +12,7 @@ import {
 } from "node:fs";
 import { tmpdir } from "node:os";
 import { basename, join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { createLogger } from "../lib/log.ts";
 import { createLayerWriter, type LayerRef } from "../storage/overlaybd/index.ts";
 import { createMemoryService, type MemoryImage, type MemoryService } from "./index.ts";
@@ -169,8 +170,7 @@ describe("flat memory files", () => {
     await expect(memory.materialize(image(top, gone))).rejects.toThrow(gone.file);
     truncateSync(top.file, 100);
     await expect(memory.materialize(image(top))).rejects.toThrow();
-    await Bun.sleep(20);
-    expect(flatFiles()).toEqual([]);
+    await eventually("nothing is left", () => flatFiles().length === 0);
     await expect(memory.materialize({ sizeBytes: 1000, layers: [] })).rejects.toThrow("whole pages");
   });
 });

@@ -13,6 +13,7 @@ import {
 import { join } from "node:path";
 import { preadCached } from "../../../ffi/io.ts";
 import { Ring } from "../../../ffi/ring.ts";
+import { eventually } from "../../../tests/support/eventually.ts";
 import { openIoEngine } from "./index.ts";
 import type { IoEngine } from "./types.ts";
 
@@ -130,8 +131,7 @@ describe.each(kinds)("engine %s", (kind) => {
       closeSync(fd);
     }
     // Their event descriptors are let go of by the runtime, in its own time.
-    for (let i = 0; i < 200 && openFds() > before; i++) await Bun.sleep(10);
-    expect(openFds()).toBeLessThanOrEqual(before);
+    await eventually("they are let go of", () => openFds() <= before);
   });
 });
 
