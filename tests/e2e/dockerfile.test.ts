@@ -156,7 +156,7 @@ USER 65532
   await inside("scratch", async (sandbox) => {
     expect((await sandbox.files.list("/a")).map(({ name }) => name)).toEqual(["b"]);
     const run = await server.run(["exec", sandbox.sandboxId, "--", "/app", "one", "two words"]);
-    expect(run).toMatchObject({ exitCode: 0, stdout: "65532:65532 one two words\n" });
+    expect(run).toMatchObject({ exitCode: 0, stdout: "65532:0 one two words\n" });
     const shell = await sandbox.commands.run("true").catch((error: unknown) => error);
     expect(shell).toBeInstanceOf(CommandExitError);
     expect(shell).toMatchObject({ exitCode: 127, stderr: "/bin/bash: no shell in image\n" });
