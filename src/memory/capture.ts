@@ -200,12 +200,9 @@ export async function captureMemory(options: CaptureOptions): Promise<CaptureRes
   const started = performance.now();
   checkAlive(vm, options.startTimeTicks);
   const breathe = pacer();
-  const mappings = findMemory(
-    vm.pid,
-    vm.memoryMappedAs ?? vm.memoryFile,
-    base.sizeBytes,
-    vm.anonymousMemory === true,
-  );
+  const mappings =
+    vm.memoryRegions ??
+    findMemory(vm.pid, vm.memoryMappedAs ?? vm.memoryFile, base.sizeBytes, vm.anonymousMemory === true);
   // Pages the guest did not write are those of the mapped file. They are the base's, too, when the file was
   // made from the base or from layers at its bottom; of any other file nothing is known, and all is compared.
   const keys = chainKeys(base);

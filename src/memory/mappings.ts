@@ -47,7 +47,8 @@ export function parseAnonymous(maps: string, sizeBytes: number): MemoryMapping {
     const length = Number.parseInt(match[2]!, 16) - address;
     if (length === sizeBytes) found.push({ address, fileOffset: 0, length });
   }
-  if (found.length !== 1) {
+  // Larger memory has two parts, of which the kernel makes one mapping whose order does not show.
+  if (found.length !== 1 || sizeBytes > DIVISIONS[0]!) {
     throw new AenvError({
       code: "memory_not_mapped",
       message: `the VM has ${found.length} anonymous mappings of ${sizeBytes} bytes, its memory cannot be told`,

@@ -6,7 +6,9 @@ import {
   mkdtempSync,
   readdirSync,
   readFileSync,
+  readlinkSync,
   rmSync,
+  statSync,
   truncateSync,
   writeFileSync,
 } from "node:fs";
@@ -16,7 +18,10 @@ import pino from "pino";
 import { installAsset } from "../lib/assets.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
 import { kernelCommandLine } from "./firecracker/config.ts";
-import { parseFirecrackerVersion } from "./firecracker/version.ts";
+import { staticTemplate } from "./firecracker/cpu-template.ts";
+import { checkMode } from "./firecracker/driver.ts";
+import { guestRegions } from "./firecracker/memory.ts";
+import { type HostFacts, hostFacts, parseFirecrackerVersion } from "./firecracker/version.ts";
 import {
   createFirecrackerDriver,
   type FirecrackerDriverOptions,
@@ -56,6 +61,7 @@ function fakeBinary(version: string): string {
 }
 
 const ROOT = resolve(import.meta.dir, "../..");
+const SEEN = ["/bin", "/lib", "/lib64", "/usr", "/proc", ROOT];
 const HOST = { kernel: [6, 12], shadowStacks: false } as const;
 
 function driverFor(version = "1.13.1", changes: Partial<FirecrackerDriverOptions> = {}) {
@@ -71,7 +77,7 @@ function driverFor(version = "1.13.1", changes: Partial<FirecrackerDriverOptions
     socketTimeoutMs: 10_000,
     socketPollMs: 2,
     // What the fake needs to run: an interpreter and this checkout.
-    alsoVisible: ["/bin", "/lib", "/lib64", "/usr", "/proc", ROOT],
+    alsoVisible: SEEN,
     log,
     ...changes,
   });
@@ -131,6 +137,20 @@ async function until(what: () => boolean): Promise<void> {
   while (!what()) await Bun.sleep(10);
 }
 
+/** Ends the process whose jail this is. */
+function killVm(jailDir: string): void {
+  for (const entry of readdirSync("/proc").filter((name) => /^\d+$/.test(name))) {
+    try {
+      const argv = readFileSync(`/proc/${entry}/cmdline`, "utf8").split("\0");
+      if (argv.includes("--id") && argv.includes(jailDir.split("/").at(-1)!))
+        process.kill(Number(entry), "SIGKILL");
+    } catch (error) {
+      // Gone meanwhile.
+      if (!(error instanceof Error)) throw error;
+    }
+  }
+}
+
 const lives = (vm: VmHandle) => existsSync(`/proc/${vm.reference.pid}`);
 
 describe("versions", () => {
@@ -167,6 +187,133 @@ test("a disk over NBD is refused before anything is started", async () => {
   });
   await expect(driverFor().launch(spec)).rejects.toMatchObject({ code: "drive_unsupported", status: 400 });
   expect(jailsLeft()).toEqual([]);
+});
+
+test("a host and release that lose guests' shadow stacks are refused by name", () => {
+  const use = (version: string, facts: HostFacts) => () =>
+    parseFirecrackerVersion(`Firecracker v${version}`, "fc", facts).text;
+  const linux = (release: string, flags = "fpu user_shstk ibt") =>
+    hostFacts(release, `flags\t\t: ${flags}\n`);
+  for (const version of ["1.12.1", "1.15.1", "1.16.0"])
+    expect(use(version, linux("6.18.4-amd64"))).toThrow("which 1.16.1 does not");
+  expect(use("1.16.1", linux("7.0.0"))()).toBe("1.16.1");
+  expect(use("1.12.1", linux("6.17.9"))()).toBe("1.12.1");
+  expect(use("1.12.1", linux("6.18.0", "fpu vme"))()).toBe("1.12.1");
+});
+
+describe("modes", () => {
+  const host = (arch: string, modules: readonly string[]) => {
+    const dir = mkdtempSync(join(root, "sys-"));
+    for (const name of modules) mkdirSync(join(dir, name));
+    return { arch, modules: dir, kvm: "/dev/null" };
+  };
+  test("pvm needs its kernel module and the processor it is for", () => {
+    expect(() => checkMode("pvm", host("x64", []))).toThrow(
+      "needs the kernel module kvm_pvm, which is not loaded",
+    );
+    expect(() => checkMode("pvm", host("arm64", ["kvm_pvm"]))).toThrow("needs an x86_64 host");
+    checkMode("pvm", host("x64", ["kvm_pvm"]));
+  });
+  test("kvm is refused where the module would make it something else", () => {
+    expect(() => checkMode("kvm", host("x64", ["kvm_pvm"]))).toThrow("not in the mode kvm");
+    checkMode("kvm", host("x64", ["kvm_intel"]));
+  });
+  test("both need the device", () => {
+    for (const mode of ["kvm", "pvm"] as const)
+      expect(() =>
+        checkMode(mode, { ...host("x64", mode === "pvm" ? ["kvm_pvm"] : []), kvm: "/dev/no-such" }),
+      ).toThrow("needs /dev/no-such, which is missing");
+  });
+  test("a guest of the mode pvm has no pages tracked, and its state no other mode", async () => {
+    const driver = driverFor("1.13.1", { mode: "pvm" });
+    const spec = specFor("pvm");
+    await using vm = await driver.launch(spec);
+    expect(requests(vm)[0]?.body).toMatchObject({ track_dirty_pages: false });
+    const made = await driver.identity;
+    expect(identityMismatch(made, await driverFor("1.13.1").identity)).toBe(
+      "it was made with virtualization mode pvm (here: kvm)",
+    );
+  });
+});
+
+describe("CPU templates", () => {
+  const template = (value: unknown) => {
+    const path = join(mkdtempSync(join(root, "template-")), "template.json");
+    writeFileSync(path, typeof value === "string" ? value : JSON.stringify(value));
+    return path;
+  };
+  const modifiers = {
+    kvm_capabilities: ["!56"],
+    cpuid_modifiers: [
+      { leaf: "0x1", subleaf: "0x0", flags: 0, modifiers: [{ register: "eax", bitmap: "0bxxxx_0011" }] },
+    ],
+    msr_modifiers: [{ addr: "0x10a", bitmap: "0b0" }],
+  };
+
+  test("of Firecracker's own are for one kind of processor each", () => {
+    const intel = { arch: "x64", vendor: "GenuineIntel" };
+    expect(staticTemplate("T2S", intel)).toMatchObject({ kind: "static", name: "T2S", identity: "T2S" });
+    expect(() => staticTemplate("T2A", intel)).toThrow(
+      "T2A is for AuthenticAMD, this host is GenuineIntel (x64)",
+    );
+    expect(() => staticTemplate("V1N1", intel)).toThrow("V1N1 is for arm64");
+    expect(() => staticTemplate("T2", { arch: "x64", vendor: "AuthenticAMD" })).toThrow("for GenuineIntel");
+  });
+
+  test("of a file are sent after the machine, and have their content as their name", async () => {
+    const driver = driverFor("1.13.1", { cpuTemplatePath: template(modifiers) });
+    await using vm = await driver.launch(specFor("template"));
+    expect(
+      requests(vm)
+        .map(({ path }) => path)
+        .slice(0, 3),
+    ).toEqual(["/machine-config", "/cpu-config", "/boot-source"]);
+    expect(requests(vm)[1]?.body).toEqual(modifiers);
+    const made = await driver.identity;
+    expect(made.cpuTemplate).toMatch(/^custom-[0-9a-f]{12}$/);
+    const without = await driverFor("1.13.1").identity;
+    expect(identityMismatch(made, without)).toBe(
+      `it was made with CPU template ${made.cpuTemplate} (here: none)`,
+    );
+    expect(identityMismatch(without, made)).toContain(`CPU template none (here: ${made.cpuTemplate})`);
+  });
+
+  test("that are none are refused with what is wrong in them, before anything is started", async () => {
+    for (const [value, why] of [
+      ["{", "cannot be read as JSON"],
+      [{ cpuid: [] }, "cpuid"],
+      [{ msr_modifiers: [{ addr: "0x10a", bitmap: "0b2" }] }, "msr_modifiers.0.bitmap: must be a bitmap"],
+    ] as const) {
+      const driver = driverFor("1.13.1", { cpuTemplatePath: template(value) });
+      await expect(driver.identity).rejects.toThrow(why);
+      await expect(driver.launch(specFor("none"))).rejects.toMatchObject({ code: "cpu_template_invalid" });
+    }
+    expect(jailsLeft()).toEqual([]);
+  });
+});
+
+test("larger memory has two parts, whichever way the kernel puts them together", () => {
+  const hex = (value: number) => value.toString(16);
+  const line = (start: number, mib: number, rights = "rw-p") =>
+    `${hex(start)}-${hex(start + mib * MiB)} ${rights} 00000000 00:00 0 `;
+  const base = 0x7f00_0000_0000;
+  const at = (address: number) => (asked: number) => asked === address;
+  // As Firecracker 1.12.1 was seen to have it: one mapping, the part above 4 GiB first.
+  expect(guestRegions(line(base, 4096), 4096 * MiB, at(base + 768 * MiB))).toEqual([
+    { address: base + 768 * MiB, fileOffset: 0, length: 3328 * MiB },
+    { address: base, fileOffset: 3328 * MiB, length: 768 * MiB },
+  ]);
+  expect(guestRegions(line(base, 3200), 3200 * MiB, at(base))).toEqual([
+    { address: base, fileOffset: 0, length: 3200 * MiB },
+  ]);
+  // Apart, and divided where later releases do.
+  const apart = [line(base, 1024), line(base + 4096 * MiB, 3072), line(base, 64, "r--p")].join("\n");
+  expect(guestRegions(apart, 4096 * MiB, at(base + 4096 * MiB))).toEqual([
+    { address: base + 4096 * MiB, fileOffset: 0, length: 3072 * MiB },
+    { address: base, fileOffset: 3072 * MiB, length: 1024 * MiB },
+  ]);
+  expect(guestRegions(line(base, 4096), 4096 * MiB, () => false)).toBeUndefined();
+  expect(guestRegions(line(base, 4095), 4096 * MiB, () => true)).toBeUndefined();
 });
 
 test("the kernel command line takes the caller's word over ours, and has an end", () => {
@@ -284,6 +431,118 @@ describe("a VM", () => {
     await again?.kill();
     expect((await vm.exited).signal ?? (await vm.exited).exitCode).not.toBeNull();
     expect(await driver.adopt(reference)).toBeUndefined();
+  });
+
+  test("is shut in: an account, a root and limits of its own, no privileges", async () => {
+    const driver = driverFor("1.13.1", { alsoVisible: SEEN });
+    await using vm = await driver.launch(specFor("shut-in"));
+    await using other = await driver.launch(specFor("shut-in-2"));
+    const { pid, jailDir } = vm.reference;
+    const status = readFileSync(`/proc/${pid}/status`, "utf8");
+    const field = (name: string) => new RegExp(`^${name}:[ \\t]*(.*?)[ \\t]*$`, "m").exec(status)?.[1];
+    const uid = Number(field("Uid")?.split("\t")[0]);
+    expect(uid).toBeGreaterThanOrEqual(1_879_048_192);
+    expect(field("Uid")).toBe(Array(4).fill(uid).join("\t"));
+    expect(field("Gid")).toBe(Array(4).fill(1_879_048_192).join("\t"));
+    expect(field("Groups")).toBe("");
+    for (const set of ["CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb"])
+      expect(field(set)).toBe("0000000000000000");
+    expect(field("NoNewPrivs")).toBe("1");
+    expect(statSync(`/proc/${other.reference.pid}`).uid).not.toBe(uid);
+    const namespaces = (of: number | "self") =>
+      ["mnt", "net", "ipc", "uts"].map((kind) => readlinkSync(`/proc/${of}/ns/${kind}`));
+    for (const [i, own] of namespaces(pid).entries()) expect(own).not.toBe(namespaces("self")[i]!);
+    expect(readdirSync(`/proc/${pid}/root`).toSorted()).toEqual(
+      [...SEEN.map((path) => path.split("/")[1]!), "dev", "files", "firecracker", "run"].toSorted(),
+    );
+    expect(readdirSync(`/proc/${pid}/root/files`).toSorted()).toEqual(["initrd", "kernel"]);
+    const limits = readFileSync(`/proc/${pid}/limits`, "utf8");
+    expect(limits).toMatch(/Max core file size +0 +0/);
+    expect(limits).toMatch(/Max open files +4096 +4096/);
+    expect(limits).toMatch(new RegExp(`Max file size +${(128 + 64) * MiB} `));
+    // Neither the other's directory nor its own root is anybody else's.
+    expect(statSync(jailDir!).mode & 0o777).toBe(0o700);
+    expect(statSync(join(jailDir!, "run")).uid).toBe(uid);
+    await vm.kill();
+    await other.kill();
+    expect(jailsLeft()).toEqual([]);
+  });
+
+  test("that writes without end to its console goes on, and fills no disk", async () => {
+    const spec = specFor("noisy", { kernelArgs: ["fake.flood=40"] });
+    await using vm = await driverFor().launch(spec);
+    const size = (path: string) => statSync(path, { throwIfNoEntry: false })?.size ?? 0;
+    await until(() => readFileSync(spec.consoleLogPath, "latin1").includes("flood is over"));
+    await vm.pause();
+    await vm.resume();
+    expect(size(spec.consoleLogPath)).toBeLessThanOrEqual(16 * MiB);
+    expect(size(`${spec.consoleLogPath}.1`)).toBeLessThanOrEqual(16 * MiB);
+    expect(size(`${spec.consoleLogPath}.1`)).toBeGreaterThan(8 * MiB);
+  });
+
+  test("has its logs kept where that is asked for", async () => {
+    const dir = join(root, "serial");
+    const driver = driverFor("1.13.1", { capture: { dir, level: "Debug" } });
+    const spec = specFor("logged");
+    await using vm = await driver.launch(spec);
+    await until(
+      () =>
+        readFileSync(join(dir, "logged/firecracker.log"), "utf8").includes("level Debug") &&
+        readFileSync(join(dir, "logged/console.log"), "utf8").includes("guest boots"),
+    );
+    await vm.kill();
+    expect(readdirSync(join(dir, "logged")).toSorted()).toEqual([
+      "console.log",
+      "firecracker.log",
+      "stderr.log",
+    ]);
+  });
+
+  test("takes a process that waits for it, and starts one when that has ended", async () => {
+    const driver = driverFor();
+    const network = specFor("network").network;
+    await using waiting = await driver.prepare!(network);
+    const spec = specFor("prepared");
+    await using vm = await driver.launch({ ...spec, prepared: waiting });
+    expect(jailsLeft()).toEqual([vm.reference.jailDir!.split("/").at(-1)!]);
+    await vm.kill();
+    const dead = await driver.prepare!(network);
+    const before = jailsLeft();
+    expect(before).toHaveLength(1);
+    killVm(join(root, "jails", before[0]!));
+    await until(() => !dead.usable);
+    await using again = await driver.launch({ ...specFor("prepared-2"), prepared: dead });
+    expect(jailsLeft()).toHaveLength(1);
+    expect(jailsLeft()).not.toEqual(before);
+    expect(lives(again)).toBe(true);
+  });
+
+  test("and processes that wait for one are ended by the next server, unless it takes them over", async () => {
+    const first = driverFor();
+    await using kept = await first.launch(specFor("kept"));
+    await using lost = await first.launch(specFor("lost"));
+    await using idle = await first.prepare!(specFor("idle").network);
+    expect(jailsLeft()).toHaveLength(3);
+    const second = driverFor();
+    await using adopted = await second.adopt(JSON.parse(JSON.stringify(kept.reference)));
+    expect(await second.sweep!()).toBe(2);
+    expect(jailsLeft()).toEqual([kept.reference.jailDir!.split("/").at(-1)!]);
+    await until(() => !idle.usable);
+    await lost.exited;
+    await adopted!.pause();
+    await adopted!.saveDeviceState(join(root, "adopted.state"));
+    expect(await second.sweep!()).toBe(0);
+    await adopted!.kill();
+    expect(jailsLeft()).toEqual([]);
+  });
+
+  test("that a jail cannot be made for is not started, and the reason is told", async () => {
+    const spec = specFor("no-tap");
+    const network = { ...spec.network, tapName: "tap7" };
+    await expect(driverFor().launch({ ...spec, network })).rejects.toThrow(
+      "aenv-jail: cannot find the device tap7: No such device",
+    );
+    expect(jailsLeft()).toEqual([]);
   });
 
   test("its state is refused by name on another VMM", async () => {

@@ -101,6 +101,14 @@ export interface VmExit {
   readonly stderrTail: string;
 }
 
+/** A piece of the guest's memory in the VMM's address space; all numbers bytes. */
+export interface MemoryRegion {
+  readonly address: number;
+  /** Where it is in the memory's file. */
+  readonly fileOffset: number;
+  readonly length: number;
+}
+
 /** Enough to find a VM again after a restart of the server. JSON. */
 export interface VmReference {
   readonly vmId: string;
@@ -112,6 +120,8 @@ export interface VmReference {
   readonly memoryFile: string;
   /** The memory is no mapping of the file but anonymous: a first boot where the VMM cannot map one. */
   readonly anonymousMemory?: true;
+  /** Where that is, if the driver knows: the pieces of all of it, in the order of the file. */
+  readonly memoryRegions?: readonly MemoryRegion[];
   /** The memory file's name as the VMM sees it, where that is another one than the host's. */
   readonly memoryMappedAs?: string;
   /** Where the console goes, for VMMs whose server carries it there. */

@@ -19,6 +19,7 @@ import { endProcess, hostCpu, hostCpuVendor, once, settled } from "../common.ts"
 import { readKernelVersion } from "../kernel.ts";
 import { adoptVmm, readTail, type VmmProcess } from "../process.ts";
 import type {
+  MemoryRegion,
   PreparedVm,
   VmHandle,
   VmIdentity,
@@ -53,6 +54,7 @@ import {
   mayChangeUser,
   OVERHEAD_BYTES,
 } from "./jail.ts";
+import { findGuestRegions } from "./memory.ts";
 import { openPipe, Pump, RotatingFile } from "./output.ts";
 import { type FirecrackerVersion, hostFacts, parseFirecrackerVersion } from "./version.ts";
 
@@ -98,6 +100,8 @@ const CONSOLE_BYTES = 16 << 20;
 const LOG_BYTES = 16 << 20;
 /** A device state and the rest of what is written beside the file of the guest's pages. */
 const STATE_BYTES = 64 * 2 ** 20;
+/** Memory up to here is one mapping. */
+const ONE_REGION_BYTES = 3 * 2 ** 30;
 /** Threads of Firecracker that are no vCPUs, with room. */
 const THREADS = 32;
 
@@ -337,25 +341,8 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     undo.use(jail);
     const output = this.#capture(jail, spec.vmId, spec.consoleLogPath);
     undo.use(output);
-    const reference: VmReference = {
-      vmId: spec.vmId,
-      pid: jail.process.pid,
-      startTimeTicks: jail.process.startTimeTicks,
-      controlSocketPath: jail.socketPath,
-      workDir: spec.workDir,
-      memoryFile: spec.memoryFile,
-      jailDir: jail.dir,
-      consoleLogPath: spec.consoleLogPath,
-      ...(restoring ? { memoryMappedAs: MEMORY } : { anonymousMemory: true }),
-    };
-    const handle = new FirecrackerHandle(
-      jail.process,
-      reference,
-      this.#options.log,
-      jail,
-      output,
-      this.#snapshotType(await this.#version()),
-    );
+    const api = new FirecrackerApi(jail.socketPath, spec.vmId);
+    let regions: readonly MemoryRegion[] | undefined;
     try {
       for (const drive of spec.drives) {
         const { name, target } = driveLink(drive);
@@ -373,8 +360,9 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
         processes: vcpuCount + THREADS,
       };
       await jail.equip(entries, limits, maxFileBytes);
-      for (const { method, path, body, timeoutMs } of requests)
-        await handle.api.call(method, path, body, timeoutMs);
+      for (const { method, path, body, timeoutMs } of requests) await api.call(method, path, body, timeoutMs);
+      if (!restoring && memoryBytes > ONE_REGION_BYTES)
+        regions = findGuestRegions(jail.process.pid, memoryMiB);
       if (restoring) rmSync(join(jail.sharedDir, STATE_FILE), { force: true });
     } catch (cause) {
       jail.process.signal("SIGKILL");
@@ -382,8 +370,21 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
       output.run();
       throw startError(spec, restoring, cause, stderrTail, readTail(spec.consoleLogPath, 1024));
     }
+    const reference: VmReference = {
+      vmId: spec.vmId,
+      pid: jail.process.pid,
+      startTimeTicks: jail.process.startTimeTicks,
+      controlSocketPath: jail.socketPath,
+      workDir: spec.workDir,
+      memoryFile: spec.memoryFile,
+      jailDir: jail.dir,
+      consoleLogPath: spec.consoleLogPath,
+      ...(restoring ? { memoryMappedAs: MEMORY } : { anonymousMemory: true }),
+      ...(regions === undefined ? {} : { memoryRegions: regions }),
+    };
+    const snapshotType = this.#snapshotType(await this.#version());
     undo.move();
-    return handle;
+    return new FirecrackerHandle(jail.process, reference, this.#options.log, jail, output, snapshotType);
   }
 
   /** What the process writes from here on, and wrote before, goes to the VM's files. */

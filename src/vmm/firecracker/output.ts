@@ -9,8 +9,9 @@ import { AenvError } from "../../lib/errors.ts";
  * over finds the last of it. What is read goes to files that are bounded.
  */
 
-/** How often the pipes are emptied, milliseconds. They hold 256 KiB. */
-const PUMP_MS = 200;
+/** How often the pipes are emptied, milliseconds: while little comes, and while much does. They hold 256 KiB. */
+const CALM_MS = 200;
+const BUSY_MS = 10;
 const CHUNK_BYTES = 64 << 10;
 /** Of one pipe at a time, so that a guest that never stops writing holds up nobody else. */
 const CHUNKS = 16;
@@ -54,8 +55,18 @@ export function openPipe(path: string): number {
 }
 
 const pumps = new Set<Pump>();
-let timer: ReturnType<typeof setInterval> | undefined;
+let timer: ReturnType<typeof setTimeout> | undefined;
 const chunk = new Uint8Array(CHUNK_BYTES);
+
+function runSoon(waitMs: number): void {
+  timer = setTimeout(() => {
+    timer = undefined;
+    let busy = false;
+    for (const pump of pumps) busy = pump.run() || busy;
+    if (pumps.size > 0) runSoon(busy ? BUSY_MS : CALM_MS);
+  }, waitMs);
+  timer.unref();
+}
 
 /** Moves what comes through a pipe into files until it is disposed; then the rest, at most a mebibyte. */
 export class Pump implements Disposable {
@@ -70,19 +81,19 @@ export class Pump implements Disposable {
     this.#files = files;
     this.#onError = onError;
     pumps.add(this);
-    timer ??= setInterval(() => {
-      for (const pump of pumps) pump.run();
-    }, PUMP_MS);
-    timer.unref();
+    if (timer === undefined) runSoon(CALM_MS);
   }
 
-  run(): void {
+  /** True when there was much. */
+  run(): boolean {
+    let chunks = 0;
     try {
-      for (let i = 0; i < CHUNKS && this.#some(); i++);
+      while (chunks < CHUNKS && this.#some()) chunks++;
     } catch (error) {
       // A full disk is no reason to end anything: the console has a hole then.
       this.#onError(error);
     }
+    return chunks > 1;
   }
 
   #some(): boolean {
@@ -102,7 +113,7 @@ export class Pump implements Disposable {
     this.#done = true;
     pumps.delete(this);
     if (pumps.size === 0) {
-      clearInterval(timer);
+      clearTimeout(timer);
       timer = undefined;
     }
     this.run();

@@ -4,7 +4,15 @@
  * after the boot, as the real one is. `FAKE_VERSION` is what it says it is; requests are appended as JSON lines to
  * `fake.requests` in its directory. Run as `bun fake-firecracker.ts ARGS…`.
  */
-import { appendFileSync, existsSync, mkdirSync, readFileSync, statSync, writeFileSync } from "node:fs";
+import {
+  appendFileSync,
+  existsSync,
+  mkdirSync,
+  readFileSync,
+  statSync,
+  writeFileSync,
+  writeSync,
+} from "node:fs";
 import { dirname, join } from "node:path";
 import { parseArgs } from "node:util";
 import { z } from "zod";
@@ -114,6 +122,23 @@ const configured = new Map<string, unknown>();
 
 class Fault extends Error {}
 
+/** As many MiB, as fast as a guest can; what a full pipe does not take is lost, as with the real one. */
+async function floodConsole(mib: number): Promise<void> {
+  const line = Buffer.from(`${"x".repeat(63)}\n`.repeat(1024));
+  for (let i = 0; i < mib * 16; i++) {
+    try {
+      writeSync(1, line);
+    } catch (error) {
+      if (!(error instanceof Error && "code" in error && error.code === "EAGAIN")) throw error;
+      await Bun.sleep(50);
+      i--;
+    }
+  }
+  // What was last in the pipe is read before this is written.
+  await Bun.sleep(300);
+  writeSync(1, "flood is over\n");
+}
+
 function mustExist(path: string): void {
   if (!existsSync(path)) throw new Fault(`No such file or directory (os error 2): ${path}`);
 }
@@ -157,6 +182,8 @@ function perform(method: string, resource: Resource, path: string, body: Record<
     mustExist(boot.kernel_image_path);
     state = "Running";
     console.log("guest boots");
+    const flood = Number(/fake\.flood=(\d+)/.exec(JSON.stringify(boot))?.[1] ?? 0);
+    if (flood > 0) void floodConsole(flood);
     return;
   }
   if (resource === "/drives") mustExist(String(body.path_on_host));
@@ -170,6 +197,8 @@ function resourceOf(path: string): Resource | undefined {
   );
 }
 
+const logPath = values["log-path"];
+if (logPath !== undefined) writeFileSync(logPath, `logging with level ${values.level}\n`, { flag: "a" });
 mkdirSync(dirname(socket), { recursive: true });
 Bun.serve({
   unix: socket,
