@@ -170,14 +170,14 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
     const env: Record<string, string> =
       guest.qemu.libraryPath === undefined ? {} : { LD_LIBRARY_PATH: guest.qemu.libraryPath };
     const options = { installation, env, kernelPath: guest.kernelPath, tickKHz: await tickMeter()() };
-    const good = await bootProbe(options, "tcg", { silenceMs: 15_000, totalMs: 30_000 });
+    const good = await bootProbe(options, "tcg", { silenceMs: 60_000, totalMs: 60_000 });
     expect(good).toEqual({ usable: true, reason: "runs a stock guest kernel" });
     const mute = await bootProbe(options, "tcg", { silenceMs: 1, totalMs: 30_000 });
     expect(mute.usable).toBe(false);
     expect(mute.reason).toContain("no sign of life");
     const wrong = await bootProbe({ ...options, kernelPath: guest.initrdPath }, "tcg", {
-      silenceMs: 9000,
-      totalMs: 9000,
+      silenceMs: 60_000,
+      totalMs: 60_000,
     });
     expect(wrong.usable).toBe(false);
     expect(wrong.reason).toContain("QEMU: ");

@@ -899,7 +899,7 @@ describe("life and death", () => {
     };
     const first = run();
     await eventually("daemon listens", () => existsSync(options.socketPath));
-    const client = await connectBlockd(options.socketPath, { connectPatienceMs: 5000 });
+    const client = await connectBlockd(options.socketPath, { connectPatienceMs: 20_000 });
     const info = await createBlank(client, "kept");
     await expectIo(info, "write -P 5 0 1M");
     first.kill("SIGTERM");
@@ -920,7 +920,7 @@ describe("life and death", () => {
   });
 
   test("bad usage and bad places are told apart by exit code and words", async () => {
-    const run = (...args: string[]) => tryCommand([...DAEMON, ...args], { timeoutMs: 10_000 });
+    const run = (...args: string[]) => tryCommand([...DAEMON, ...args], { timeoutMs: 30_000 });
     const usage = await run("--socket", "/tmp/x");
     expect(usage.exitCode).toBe(2);
     expect(usage.stderr).toContain("usage:");
