@@ -357,5 +357,5 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
       expect(left).toEqual([]);
       expect(existsSync(join(bad.workDir, "qmp.sock"))).toBe(false);
     }
-  }, 30_000);
+  }, 60_000);
 });

@@ -261,7 +261,7 @@ describe("input", () => {
       input: { stdin: btoa("x") },
     });
     expect([late.status, late.body.code]).toEqual([404, "not_found"]);
-  }, 30_000);
+  }, 60_000);
 
   test("FR-43: a resize reaches the foreground group of the terminal", async () => {
     const inner = `trap 'echo now $(stty size)' WINCH; echo ready; while :; do sleep 0.05; done`;
@@ -478,7 +478,7 @@ describe("files", () => {
     await eventually("no descriptor of them left", async () => (await files()) <= opened);
     expect(readdirSync(dir).sort()).toEqual(Array.from({ length: 100 }, (_, i) => `file-${i}`).sort());
     for (let i = 0; i < 100; i++) expect(statSync(`${dir}/file-${i}`).size).toBe(content.length);
-  }, 20_000);
+  }, 60_000);
 
   test("an upload that is cut or refused leaves the old file as it was", async () => {
     const path = `${agent.dir}/kept`;
@@ -564,7 +564,7 @@ describe("files", () => {
       "content-encoding": "gzip",
     });
     expect([zipped.status, readFileSync(`${agent.dir}/unzipped`, "utf8")]).toEqual([200, "plain text"]);
-  }, 30_000);
+  }, 60_000);
 });
 
 interface Watch extends AsyncDisposable {
@@ -754,7 +754,7 @@ describe("who this machine is", () => {
       expect(readdirSync(`${etc}/ssh`).filter((n) => n.startsWith("."))).toEqual([]);
     }
     expect(await a.errors()).toBe("");
-  }, 30_000);
+  }, 60_000);
 
   test("an image without machine id and keys gets none", async () => {
     await using a = await startAgent();

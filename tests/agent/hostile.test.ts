@@ -126,7 +126,7 @@ describe("segments of every kind", () => {
     const answers = codes(await send(agent, [`\r\n\r\n\r\n${text}${GET}`]));
     expect(answers.filter((code) => code !== 100)).toEqual([...paths.map(() => 200), 204]);
     for (const [i, path] of paths.entries()) expect(readFileSync(path, "utf8")).toBe(content + i);
-  }, 30_000);
+  }, 60_000);
 
   test("8 MiB in segments of odd sizes, several at a time, while another is asked small things", async () => {
     const piece = Buffer.alloc(8 << 20, "0123456789abcdef");
@@ -337,7 +337,7 @@ describe("half-closed, cut, endless", () => {
     expect(codes(await half(head + body))).toEqual([200]);
     expect(codes(await half(head + body.slice(0, 50)))).toEqual([]);
     expect(codes(await half("GET /health HT"))).toEqual([]);
-  }, 30_000);
+  }, 60_000);
 
   test("a refused upload that never ends is answered, heard for a while, and cut", async () => {
     const before = openFiles(agent);
@@ -357,7 +357,7 @@ describe("half-closed, cut, endless", () => {
     // then it is silent: two seconds are enough
     await eventually("closed", () => openFiles(agent) <= before);
     s.destroy();
-  }, 30_000);
+  }, 60_000);
 
   test("chunk lines and trailers without an end", async () => {
     const head = "POST /init HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -368,7 +368,7 @@ describe("half-closed, cut, endless", () => {
       .replace("Host: x", "Host: x\r\nContent-Type: application/connect+json");
     expect(codes(await raw(agent, `${stream}1;${"x".repeat(70_000)}`))).toEqual([400]);
     expect(await health(agent)).toBe("204");
-  }, 30_000);
+  }, 60_000);
 });
 
 describe("files that are no files", () => {
@@ -385,7 +385,7 @@ describe("files that are no files", () => {
     rmSync(`${a.dir}/etc/passwd`);
     await Bun.$`mkfifo ${a.dir}/etc/passwd`;
     expect((await sh(a, "echo on")).stdout).toBe("on\n");
-  }, 30_000);
+  }, 60_000);
 
   test("times beyond every calendar", async () => {
     const path = `/dev/shm/times-${process.pid}`;
@@ -471,7 +471,7 @@ describe("much in one request", () => {
         return seen.has("tmp/new/file");
       });
     },
-    30_000,
+    60_000,
   );
 });
 

@@ -324,7 +324,7 @@ describe("what survives", () => {
     expect(again.image).toEqual(image);
     expect(check(again, acknowledged) || check(again, acknowledged + 1)).toBe(true);
     expect(existsSync(`${scratch.path}/up.data.restack`)).toBe(false);
-  }, 30_000);
+  }, 60_000);
 });
 
 describe("layers we write", () => {

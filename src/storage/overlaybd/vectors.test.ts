@@ -103,7 +103,7 @@ describe("finished layers of the reference implementation", () => {
     using upper = openStack({ lowers: [], upper: copyPair("huge-offset.data", "huge-offset.index") });
     expectRanges(upper, entry.ranges);
     expect([...stack.mappedExtents("all")]).toEqual([...upper.mappedExtents("all")]);
-  }, 30_000);
+  }, 60_000);
 });
 
 describe("ZFiles", () => {
