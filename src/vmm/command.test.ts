@@ -158,6 +158,11 @@ describe("command line", () => {
     expect(kernelCommandLine(["panic=5", "quiet"], "kvm", 1)).toBe(
       "console=ttyS0 reboot=t pci=off panic=5 quiet",
     );
+    const base = ["console=ttyS1", "panic=1", "damon_reclaim.enabled=Y", "quiet=1", "nosmt"];
+    expect(kernelCommandLine(["panic=5", "quiet"], "kvm", 1, base)).toBe(
+      "console=ttyS0 reboot=t pci=off damon_reclaim.enabled=Y nosmt panic=5 quiet",
+    );
+    expect(kernelCommandLine([], "tcg", 1, base)).not.toContain("damon");
     expect(kernelCommandLine([], "tcg", 2_300_000)).toContain("tsc=reliable tsc_early_khz=2300000");
     expect(() => kernelCommandLine(["x".repeat(2048)], "kvm", 1)).toThrow("at most 2047");
   });

@@ -5,7 +5,8 @@
  *   COUNT <n> SUM <ok|bad> DISK <ok|bad|none> CPUS <n> BOOT <random word drawn at boot>\n
  *
  * A connection may send one byte first: `m` dirties 1 MiB of memory, `r` reboots, `c` floods the console, `k` keeps
- * 32 MiB of which `v` verifies the sum (SUM), `a` takes 128 MiB and fills them, `f` frees them.
+ * 32 MiB of which `v` verifies the sum (SUM), `a` takes 128 MiB and fills them, `f` frees them, `p` reads
+ * all of the disk through the page cache.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -153,6 +154,11 @@ int main(void) {
     if (order == 'k' && kept == NULL && (kept = filled(KEPT_WORDS, boot)) != NULL) kept_sum = sum_of_words(kept, KEPT_WORDS);
     if (order == 'a' && taken == NULL) taken = (uint8_t *)filled(TAKEN_BYTES / 8, count);
     if (order == 'f' && taken != NULL && munmap(taken, TAKEN_BYTES) == 0) taken = NULL;
+    if (order == 'p') {
+      int cached = open("/dev/vda", O_RDONLY);
+      while (cached >= 0 && read(cached, scratch, sizeof scratch) > 0) continue;
+      if (cached >= 0) close(cached);
+    }
     uint64_t now = 0;
     if (order == 'v' && (kept == NULL || sum_of_words(kept, KEPT_WORDS) != kept_sum)) now = sum + 1;
     else if (pread(file, data, DATA_BYTES, 0) == (ssize_t)DATA_BYTES) now = fnv(data, DATA_BYTES);

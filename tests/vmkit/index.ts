@@ -135,7 +135,7 @@ export interface TestNetwork extends AsyncDisposable {
   readonly tapName: string;
   readonly macAddress: string;
   /** One round with the guest program (see guest.c for the orders); retried until `timeoutMs`. */
-  ask(order?: "q" | "m" | "r" | "c" | "a" | "f" | "k" | "v", timeoutMs?: number): Promise<GuestAnswer>;
+  ask(order?: "q" | "m" | "r" | "c" | "a" | "f" | "k" | "v" | "p", timeoutMs?: number): Promise<GuestAnswer>;
 }
 
 let networks = 0;
@@ -165,7 +165,7 @@ export async function testNetwork(): Promise<TestNetwork> {
   const script = `exec 3<>/dev/tcp/${GUEST_ADDRESS}/7000 && printf "$1" >&3 && IFS= read -r -t "$2" line <&3 && echo "$line"`;
   const ask = async (order = "q", timeoutMs = 60_000): Promise<GuestAnswer> => {
     const deadline = performance.now() + timeoutMs;
-    const seconds = "akv".includes(order) ? 20 : 3;
+    const seconds = "akvp".includes(order) ? 20 : 3;
     for (;;) {
       const child = Bun.spawn(
         ["nsenter", `--net=${netnsPath}`, "bash", "-c", script, "bash", order, String(seconds)],

@@ -91,23 +91,37 @@ export function confinementArgs(installation: QemuInstallation): string[] {
 }
 
 /**
- * The caller's words, preceded by those our machine needs where the caller has none of the same name. An
- * emulated guest is told the speed of its TSC (`tickKHz`, see ticks.ts) and to believe it.
+ * Settings of the kernel's search for memory that was not used for a while. An emulated guest would take some percent
+ * of a processor for it all the time (docs/performance.md).
+ */
+const COLD_PAGES = "damon_reclaim.";
+
+/**
+ * The caller's words, preceded by those our machine needs and by the configured `base`; of words of one name the
+ * caller's goes before the machine's, and that before the base's. An emulated guest is told the speed of its TSC
+ * (`tickKHz`, see ticks.ts) and to believe it.
  */
 export function kernelCommandLine(
   args: readonly string[],
   mode: VirtualizationMode,
   tickKHz: number | undefined,
+  base: readonly string[] = [],
 ): string {
-  const names = new Set(args.map((arg) => arg.split("=", 1)[0]));
-  const own = [
+  const nameOf = (arg: string): string => arg.split("=", 1)[0]!;
+  const names = new Set(args.map(nameOf));
+  const machine = [
     "console=ttyS0",
     "panic=-1",
     "reboot=t",
     "pci=off",
     ...(mode === "tcg" && tickKHz !== undefined ? ["tsc=reliable", `tsc_early_khz=${tickKHz}`] : []),
-  ].filter((arg) => !names.has(arg.split("=", 1)[0]!));
-  const line = [...own, ...args].join(" ");
+  ];
+  const machineNames = new Set(machine.map(nameOf));
+  const wanted = base.filter(
+    (arg) => !machineNames.has(nameOf(arg)) && !(mode === "tcg" && arg.startsWith(COLD_PAGES)),
+  );
+  const before = [...machine, ...wanted];
+  const line = [...before.filter((arg) => !names.has(nameOf(arg))), ...args].join(" ");
   if (Buffer.byteLength(line) >= MAX_KERNEL_COMMAND_LINE) {
     throw new AenvError({
       code: "invalid_boot_args",
@@ -228,6 +242,8 @@ export interface QemuCommandOptions {
   readonly controlSocketPath: string;
   /** Frequency of the host's counter, for emulation. */
   readonly tickKHz?: number;
+  /** Base of the kernel's command line. */
+  readonly bootArgs?: readonly string[];
   /** Value of `-incoming`; absent: cold boot. */
   readonly incoming?: string;
 }
@@ -292,7 +308,7 @@ export function qemuCommand(options: QemuCommandOptions): string[] {
     // -initrd takes a comma-separated list.
     escapeOption(spec.initrdPath),
     "-append",
-    kernelCommandLine(spec.kernelArgs, mode, options.tickKHz),
+    kernelCommandLine(spec.kernelArgs, mode, options.tickKHz, options.bootArgs),
     "-chardev",
     `file,id=console0,path=${escapeOption(spec.consoleLogPath)},append=on`,
     "-serial",

@@ -55,6 +55,8 @@ export interface QemuDriverOptions {
   readonly kernelPath: string;
   /** Absent: read from the kernel's banner. */
   readonly kernelVersion?: string;
+  /** Base of the guest kernel's command line, below what the machine and the VM need. */
+  readonly bootArgs?: string;
   /** Where the KVM probe's verdict is kept. Absent: each process probes once. */
   readonly probeCacheDir?: string;
   readonly log: Logger;
@@ -280,7 +282,15 @@ class QemuDriver implements VmmDriver {
     let vmm: VmmProcess;
     try {
       vmm = spawnVmm({
-        argv: qemuCommand({ installation, mode, spec, controlSocketPath, tickKHz, incoming }),
+        argv: qemuCommand({
+          installation,
+          mode,
+          spec,
+          controlSocketPath,
+          tickKHz,
+          bootArgs: this.#options.bootArgs?.split(/\s+/).filter((word) => word !== ""),
+          incoming,
+        }),
         netnsPath: spec.network.netnsPath,
         tapName: spec.network.tapName,
         env: {
