@@ -181,10 +181,15 @@ const section = async (name: string, run: () => Promise<void>) => {
 const rates = ["what", "ours", "reference", "ratio", "target", "processor time per operation", "its ratio"];
 
 console.log(`engine: ${engine.kind}; ${ROUNDS} rounds`);
-const lowers = eightLayers();
-const flat = lowers[0]!.file;
+let madeLayers: LayerRef[] | undefined;
+/** Made for the first section that needs them. */
+function rawLayers(): { lowers: LayerRef[]; flat: string } {
+  madeLayers ??= eightLayers();
+  return { lowers: madeLayers, flat: madeLayers[0]!.file };
+}
 
 await section("random-read", async () => {
+  const { lowers, flat } = rawLayers();
   header(...rates);
   using stack = openStack({ lowers });
   const target = new Uint8Array(new ArrayBuffer(QUEUE_DEPTH * BLOCK));
@@ -261,6 +266,7 @@ await section("random-read", async () => {
 });
 
 await section("sequential", async () => {
+  const { lowers, flat } = rawLayers();
   header(...rates);
   using stack = openStack({ lowers });
   const buffer = new Uint8Array(new ArrayBuffer(MIB));
@@ -337,6 +343,7 @@ await section("sequential", async () => {
 });
 
 await section("random-write", async () => {
+  const { lowers } = rawLayers();
   header(...rates);
   const writes = 32_768;
   let serial = 0;
@@ -477,6 +484,7 @@ function processorMs(pid: number): number {
 }
 
 await section("nbd", async () => {
+  const { lowers, flat } = rawLayers();
   header(...rates);
   // AENV_BENCH_SOURCE=1: the sources instead of the executable.
   const fromSource = process.env.AENV_BENCH_SOURCE === "1";
@@ -563,6 +571,68 @@ await section("nbd", async () => {
   }
 });
 
+await section("attach", async () => {
+  header("what", "each layer opened", "layers warm");
+  const log = createLogger("bench");
+  log.level = "error";
+  // As shipped: sockets and records on a tmpfs.
+  const run = mkdtempSync("/dev/shm/aenv-bench-storage-");
+  await using scope = new AsyncDisposableStack();
+  scope.defer(() => rmSync(run, { recursive: true, force: true }));
+  const fromSource = process.env.AENV_BENCH_SOURCE === "1";
+  const program = fromSource
+    ? [process.execPath, resolve(repository, "src/main.ts")]
+    : [resolve(repository, "dist/agentenv")];
+  const start = async (name: string, warmLayers: number) => {
+    const daemon = scope.use(
+      await superviseBlockd(
+        {
+          argv: [...program, "blockd", "--workers", "1", "--warm-layers", String(warmLayers)],
+          socketPath: join(run, `${name}.sock`),
+          runtimeDir: join(run, name),
+          logPath: join(run, `${name}.log`),
+        },
+        log,
+      ),
+    );
+    scope.defer(() => daemon.client.shutdown());
+    return daemon.client;
+  };
+  const cold = await start("cold", 0);
+  const warm = await start("warm", 256);
+  const block = realContent(0, BLOCK);
+  let serial = 0;
+  for (const layers of [1, 8, 64]) {
+    const image = Array.from({ length: layers }, (_, layer) => {
+      using writer = createLayerWriter(join(root, `attach-${layers}-${layer}`), {
+        virtualSizeBytes: DISK_BYTES,
+      });
+      for (let i = 0; i < 4096 / layers; i++) writer.append((i * layers + layer) * 2 * BLOCK, block);
+      return writer.finish();
+    });
+    const once = async (client: typeof cold): Promise<number> => {
+      const deviceId = `attach-${serial++}`;
+      const upper = { data: join(root, `${deviceId}.data`), index: join(root, `${deviceId}.index`) };
+      const spec = { deviceId, image: { lowers: image, upper }, readOnly: false, exportKind: "nbd" } as const;
+      const started = performance.now();
+      await client.create(spec);
+      const took = performance.now() - started;
+      await client.release(deviceId);
+      for (const file of Object.values(upper)) rmSync(file);
+      return took;
+    };
+    for (const client of [cold, warm]) await once(client);
+    const times: [number[], number[]] = [[], []];
+    for (let i = 0; i < 10 * ROUNDS; i++) {
+      times[0].push(await once(cold));
+      times[1].push(await once(warm));
+    }
+    const spread = (values: readonly number[]) =>
+      `${Math.min(...values).toFixed(2)} / ${median(values).toFixed(2)} ms`;
+    row(`create a device of ${layers} layers, min / median`, spread(times[0]), spread(times[1]));
+  }
+});
+
 /** 64 layers with about a million mappings together, all of one sector with gaps, so that none can be joined. */
 function manyMappings(): LayerRef[] {
   const layers = 64;
@@ -623,6 +693,7 @@ await section("open", async () => {
   };
   row("memory of 1 M mappings of lowers", `${(await memory()).toFixed(1)} MiB`, "< 40 MiB");
 
+  const { lowers } = rawLayers();
   const restacks: number[] = [];
   const held: number[] = [];
   const data = new Uint8Array(new ArrayBuffer(MIB)).fill(7);
@@ -650,4 +721,3 @@ await section("open", async () => {
   row("seal and restack of an upper with 1 GiB written", spread(restacks), "< 10 ms");
   row("of that the longest time the thread's other devices wait", spread(held), "–");
 });
-console.log(`\n${(statSync(flat).size / MIB).toFixed(0)} MiB per bottom layer`);
