@@ -101,9 +101,9 @@ let images = 0;
 
 beforeAll(async () => {
   if (able) rig = await startImageRig();
-});
-afterAll(async () => {
-  await rig?.[Symbol.asyncDispose]();
+}, 60_000);
+
+function printTable(): void {
   if (converted.length === 0) return;
   const cell = (text: string | undefined) => (text ?? "-").padEnd(8);
   const head = `${"image".padEnd(66)} layers entries  ${[...COMPARISONS, "mounted", "guest"].map(cell).join(" ")} e2fsck`;
@@ -126,7 +126,12 @@ afterAll(async () => {
   console.log(
     "guest: root = as a root file system, disk = as a second disk; each the same as all others in the row",
   );
-});
+}
+
+afterAll(async () => {
+  printTable();
+  await rig?.[Symbol.asyncDispose]();
+}, 120_000);
 
 async function umociTree(layout: string, at: string): Promise<Map<string, TreeEntry>> {
   await runCommand(["umoci", "unpack", "--image", `${layout}:image`, at], { timeoutMs: 120_000 });
