@@ -68,7 +68,7 @@ beforeAll(async () => {
     startProgram(internet, "dns-server.ts", DNS_SERVER, `good.example=${GOOD}`),
     capture("wan0"),
   ]);
-}, 30_000);
+}, 60_000);
 
 afterAll(async () => {
   for (const one of [wan, servers, dns]) await one[Symbol.asyncDispose]();
@@ -164,7 +164,7 @@ describe("hostile guests", () => {
       stderr: "pipe",
     });
     expect(hostToGuest.stderr.toString()).toContain("refused");
-  }, 30_000);
+  });
 
   test("another MAC or IP address of its own gets a guest nothing but silence", async () => {
     await using service = await startService();
@@ -179,7 +179,7 @@ describe("hostile guests", () => {
     inside(guest.netns, "ip", "link", "set", "eth0", "address", slot.macAddress);
     inside(guest.netns, "ip", "route", "replace", "default", "via", slot.gatewayAddress);
     expect(await reach(guest)).toBe("open");
-  }, 30_000);
+  });
 
   test("open connections are bounded per guest; others go on, and the next holder of the slot starts anew", async () => {
     await using service = await startService({
@@ -196,7 +196,7 @@ describe("hostile guests", () => {
       await using guest = await startGuest(slot);
       const before = heard();
       const hold = guest.do({
-        ...{ op: "many", address: GOOD, port: 7000, until: "never", timeoutMs: 6000, count: 300 },
+        ...{ op: "many", address: GOOD, port: 7000, until: "never", timeoutMs: 9000, count: 300 },
       });
       while ((await slot.policyReport()).refused.packets < 200) await Bun.sleep(20);
       while (heard() < before + 100) await Bun.sleep(20);
@@ -253,7 +253,7 @@ describe("hostile guests", () => {
     await using other = await service.acquire(WEB);
     await using guest = await startGuest(slot);
     await using neighbour = await startGuest(other);
-    const slow = { op: "many", address: GOOD, port: 80, until: "hello", timeoutMs: 2000 } as const;
+    const slow = { op: "many", address: GOOD, port: 80, until: "hello", timeoutMs: 4000 } as const;
     expect((await guest.do({ ...slow, count: 200, sendHex: hex("GET /") })).received).toBe("0");
     // They are still there: nobody closed them. Up to half of all is anybody's, then each has its reserve.
     expect((await slot.policyReport()).proxiedConnections).toBe(20);
@@ -326,7 +326,7 @@ describe("the way to the internet", () => {
     inside(slot.netnsPath, "ip", "addr", "add", "192.0.2.1/24", "dev", "vpeer");
     Bun.spawnSync(["nsenter", `--net=${slot.netnsPath}`, "bash", "-c", "echo >/dev/udp/192.0.2.2/9"]);
     expect(await arp.untilAsked("192.0.2.2")).toEqual([]);
-  }, 30_000);
+  });
 
   test("an uplink with a smaller MTU: no guest has to find out by itself, in either direction", async () => {
     await using service = await startService();
@@ -354,7 +354,7 @@ describe("the way to the internet", () => {
       run("nft", "delete", "table", "inet", "blackhole");
       run("ip", "link", "set", "wan0", "mtu", "1500");
     }
-  }, 30_000);
+  });
 });
 
 describe("hosts with other firewalls", () => {

@@ -8,6 +8,7 @@ import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test
 import { existsSync, mkdtempSync, readdirSync, readlinkSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { eventually } from "../../tests/support/eventually.ts";
 import { attachGuest, buildTapCable, inside, makeInternet, run } from "../../tests/support/network-rig.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
@@ -55,21 +56,23 @@ function connect(netns: string | undefined, address: string, port: number): stri
   return /refused/.test(said) ? "refused" : /unreachable/i.test(said) ? "unreachable" : "no answer";
 }
 
-function askUdp(netns: string, address: string, port: number): string {
-  const script = 'exec 3<>"/dev/udp/$0/$1" && echo x >&3 && timeout 1 head -c 7 <&3';
-  const result = Bun.spawnSync(["nsenter", `--net=${netns}`, "bash", "-c", script, address, String(port)]);
+/** `patience`: seconds without an answer that are none. */
+function askUdp(netns: string, address: string, port: number, patience = 15): string {
+  const script = 'exec 3<>"/dev/udp/$0/$1" && echo x >&3 && timeout "$2" head -c 7 <&3';
+  const words = [address, port, patience].map(String);
+  const result = Bun.spawnSync(["nsenter", `--net=${netns}`, "bash", "-c", script, ...words]);
   return result.stdout.toString() || "no answer";
 }
 
 /** What a server printed reaches us a moment after its answer reached the client. */
 async function waitSeen(server: Server, count: number): Promise<readonly string[]> {
-  for (let i = 0; i < 100 && server.seen.length < count; i++) await Bun.sleep(10);
+  await eventually(`${count} are seen`, () => server.seen.length >= count);
   expect(server.seen).toHaveLength(count);
   return server.seen;
 }
 
 async function countSeen(server: Server): Promise<number> {
-  for (let count = -1; count !== server.seen.length; await Bun.sleep(50)) count = server.seen.length;
+  for (let count = -1; count !== server.seen.length; await Bun.sleep(200)) count = server.seen.length;
   return server.seen.length;
 }
 
@@ -146,7 +149,7 @@ beforeAll(async () => {
     startServer(internet, "80", "53", `udp:${INTERNET}:53`, `udp:${DNS_SERVER}:53`),
     startServer(undefined, "9000"),
   ]);
-}, 30_000);
+}, 60_000);
 
 afterAll(async () => {
   await internetServer[Symbol.asyncDispose]();
@@ -221,26 +224,26 @@ describe("slots", () => {
     await Promise.all(slots.map((slot) => slot[Symbol.asyncDispose]()));
     await slots[0]?.[Symbol.asyncDispose]();
     expect(ourDevices()).toEqual([]);
-  }, 20_000);
+  });
 
   test("one after the other", async () => {
     await using service = await startService();
     const times: number[] = [];
     for (let i = 0; i < 5; i++) {
       const started = performance.now();
-      await using _slot = await service.acquire();
+      await using slot = await service.acquire();
       times.push(performance.now() - started);
+      expect(ourDevices()).toEqual([`veth-${slot.index}`]);
     }
+    expect(ourDevices()).toEqual([]);
     const median = times.sort((a, b) => a - b)[2]!;
     console.log(`measured: ${median.toFixed(1)} ms for one network slot (median of 5)`);
-    expect(median).toBeLessThan(500);
   });
 
   test("warm pool: taken from, filled up, given back to; a killed server's idle slots are removed", async () => {
     const pool = { lowWatermark: 2, highWatermark: 4 };
     const idle = async (count: number) => {
-      for (let i = 0; i < 200 && ourDevices().length !== count; i++) await Bun.sleep(10);
-      expect(ourDevices()).toHaveLength(count);
+      await eventually(`${count} devices`, () => ourDevices().length === count);
     };
     expect(await killed({ ...OPTIONS, pool }, 1)).toHaveLength(1);
     expect(ourDevices().length).toBeGreaterThanOrEqual(1);
@@ -255,7 +258,7 @@ describe("slots", () => {
     expect(names).not.toContain(again.netnsPath);
     await using guest = await attachGuest(root, again);
     expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
-  }, 20_000);
+  });
 
   test("an index whose device name somebody else has is passed over and left alone", async () => {
     run("ip", "link", "add", "veth-1", "type", "bridge");
@@ -300,7 +303,7 @@ describe("packets", () => {
     await waitSeen(server, 3);
     expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
     expect(connect(guest.netns, INTERNET, 53)).toBe(HOST_WAN);
-  }, 20_000);
+  });
 
   test("nobody but the host reaches a guest", async () => {
     await using service = await startService();
@@ -311,7 +314,7 @@ describe("packets", () => {
     expect(connect(internet, slot.hostAddress, 80)).toBe("no answer");
     inside(internet, "ip", "route", "del", "10.11.0.0/16");
     expect(server.seen).toEqual([]);
-  }, 20_000);
+  });
 
   test("denied: private ranges, the host, other guests, the namespace itself; refused, not left waiting", async () => {
     await using service = await startService();
@@ -345,7 +348,7 @@ describe("packets", () => {
     await waitSeen(hostServer, seenBefore[1]! + 1);
     await waitSeen(internetServer, seenBefore[0]! + 1);
     await waitSeen(otherServer, seenBefore[2]!);
-  }, 20_000);
+  });
 
   test("DNS: the gateway leads to the node's server, by UDP and TCP", async () => {
     await using service = await startService();
@@ -356,10 +359,10 @@ describe("packets", () => {
     expect(askUdp(guest.netns, slot.dnsServer, 53)).toBe(HOST_WAN.slice(0, 7));
     expect(connect(guest.netns, slot.dnsServer, 53)).toBe(HOST_WAN);
     expect(askUdp(guest.netns, DNS_SERVER, 53)).toBe(HOST_WAN.slice(0, 7));
-    expect(askUdp(guest.netns, PRIVATE_SERVERS[0]!, 53)).toBe("no answer");
+    expect(askUdp(guest.netns, PRIVATE_SERVERS[0]!, 53, 1)).toBe("no answer");
     const asked = (await waitSeen(internetServer, before + 3)).slice(before);
     expect(asked).toEqual(Array(3).fill(`${DNS_SERVER}:53 ${HOST_WAN}`));
-  }, 20_000);
+  });
 
   test("a name server on the host itself is reachable, at port 53 only", async () => {
     await using server = await startServer(undefined, "53", `udp:${HOST_WAN}:53`);
@@ -370,7 +373,7 @@ describe("packets", () => {
     expect(connect(guest.netns, slot.dnsServer, 53)).toBe(slot.hostAddress);
     expect(connect(guest.netns, HOST_WAN, 9000)).toBe("refused");
     await waitSeen(server, 2);
-  }, 20_000);
+  });
 
   test("a guest cannot send from another address", async () => {
     await using service = await startService();
@@ -380,14 +383,14 @@ describe("packets", () => {
     for (const address of ["10.11.0.77", "10.12.0.3", "8.8.4.4"]) {
       inside(guest.netns, "ip", "addr", "add", `${address}/32`, "dev", "eth0");
       inside(guest.netns, "ip", "route", "replace", "default", "via", slot.gatewayAddress, "src", address);
-      expect(askUdp(guest.netns, INTERNET, 53)).toBe("no answer");
+      expect(askUdp(guest.netns, INTERNET, 53, 1)).toBe("no answer");
     }
     inside(guest.netns, "ip", "route", "replace", "default", "via", slot.gatewayAddress);
     // Its questions for the gateway bore the same addresses and were not answered.
     inside(guest.netns, "ip", "neigh", "flush", "dev", "eth0");
     expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
     await waitSeen(internetServer, before + 1);
-  }, 20_000);
+  });
 
   test("the host drops what comes from a slot under another slot's address", async () => {
     await using service = await startService();
@@ -398,9 +401,9 @@ describe("packets", () => {
     inside(slot.netnsPath, "ip", "addr", "add", `${other.hostAddress}/32`, "dev", "vpeer");
     inside(slot.netnsPath, "ip", "route", "replace", "default", "via", "10.12.0.2", "src", other.hostAddress);
     const before = await countSeen(internetServer);
-    expect(askUdp(slot.netnsPath, INTERNET, 53)).toBe("no answer");
+    expect(askUdp(slot.netnsPath, INTERNET, 53, 1)).toBe("no answer");
     expect(internetServer.seen).toHaveLength(before);
-  }, 20_000);
+  });
 });
 
 describe("earlier and other processes", () => {
@@ -420,7 +423,7 @@ describe("earlier and other processes", () => {
     await using _server = await startServer(guest.netns, "80");
     expect(connect(undefined, slot.hostAddress, 80)).toBe("10.12.0.4");
     expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
-  }, 20_000);
+  });
 
   test("a kept slot whose device is gone cannot be adopted, and says so", async () => {
     await killed(OPTIONS, 1);
@@ -432,7 +435,7 @@ describe("earlier and other processes", () => {
     }
     await using _service = await startService([]);
     expect(readdirSync(netnsDir)).toEqual([]);
-  }, 20_000);
+  });
 
   test("pools of a living server are refused, its pid told; other pools work beside it", async () => {
     const { child } = await otherProcess(OPTIONS, 1);
@@ -461,7 +464,7 @@ describe("earlier and other processes", () => {
     });
     expect(ourDevices()).toEqual([]);
     expect(ourTables()).toEqual(["table inet agentenv-10.31.0.0"]);
-  }, 20_000);
+  });
 
   test("rules stay while a slot is in use", async () => {
     const service = await startService();
@@ -500,5 +503,5 @@ describe("a host that lacks something", () => {
     expect(startUnder(["unshare", "--mount", ...hideTun])).toMatch(
       /^network_tun_missing .* CURE .*modprobe tun/,
     );
-  }, 20_000);
+  });
 });

@@ -16,7 +16,18 @@ export function lackingForNamespaces(...tools: string[]): string {
  */
 export async function runNetnsSuite(suite: string): Promise<void> {
   const run = Bun.spawn(
-    ["unshare", "--net", "--mount", "--propagation", "private", process.execPath, "test", suite],
+    [
+      "unshare",
+      "--net",
+      "--mount",
+      "--propagation",
+      "private",
+      process.execPath,
+      "test",
+      "--timeout",
+      "60000",
+      suite,
+    ],
     { stdout: "pipe", stderr: "pipe", env: { ...process.env, AENV_NETNS_SUITE: "1" } },
   );
   const [stdout, stderr, exitCode] = await Promise.all([
