@@ -122,6 +122,7 @@ async function startNode(config: NodeConfig, log: Logger) {
           mode: config.virtualizationMode === "pvm" ? "kvm" : config.virtualizationMode,
           ...guestKernel,
           shieldPath: installAsset("memshield", join(home, "cache", "bin")),
+          bootArgs: config.firecracker.bootArgs,
           probeCacheDir: join(home, "cache"),
           log: vmmLog,
         });

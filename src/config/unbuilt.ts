@@ -65,7 +65,7 @@ export function hasNoEffect(name: string): boolean {
 
 /** Keys that mean something to Firecracker alone. */
 function isFirecrackers(name: string): boolean {
-  if (name === "firecracker.allowed_extra_boot_args_prefixes") return false;
+  if (["firecracker.allowed_extra_boot_args_prefixes", "firecracker.boot_args"].includes(name)) return false;
   return (
     name.startsWith("firecracker.") ||
     name.startsWith("pool.firecracker.") ||

@@ -114,7 +114,11 @@ function rateLimiter(limit: DriveRateLimit | undefined): Record<string, unknown>
 }
 
 /** Every request of a first boot, the start included. Throws on a spec that Firecracker cannot take. */
-export function bootRequests(spec: VmLaunchSpec, settings: MachineSettings): ApiRequest[] {
+export function bootRequests(
+  spec: VmLaunchSpec,
+  version: FirecrackerVersion,
+  settings: MachineSettings,
+): ApiRequest[] {
   const { cpuTemplate, trackDirtyPages } = settings;
   return [
     {
@@ -178,8 +182,9 @@ export function bootRequests(spec: VmLaunchSpec, settings: MachineSettings): Api
         amount_mib: 0,
         deflate_on_oom: true,
         stats_polling_interval_s: 1,
-        // No free page reporting (1.14): after a restore Firecracker gives a page back by mapping anonymous memory
-        // over it, and a capture finds written pages in the mapping of the memory file.
+        // Memory the guest has free goes back to the host by itself. After a restore Firecracker maps anonymous memory
+        // over it, where captures look, too.
+        ...(version.atLeast(1, 14) ? { free_page_reporting: true } : {}),
       },
     },
     { method: "PUT", path: "/actions", body: { action_type: "InstanceStart" }, timeoutMs: START_MS },

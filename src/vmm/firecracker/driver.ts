@@ -246,8 +246,8 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
   }
 
   async launch(spec: VmLaunchSpec): Promise<VmHandle> {
-    await this.#version();
-    return await this.#start(spec, () => bootRequests(spec, this.#settings()));
+    const version = await this.#version();
+    return await this.#start(spec, () => bootRequests(spec, version, this.#settings()));
   }
 
   async restore(spec: VmRestoreSpec): Promise<VmHandle> {
