@@ -142,6 +142,10 @@ const BARE_HOST = `
   : > "$dir/dev/urandom"; mount --bind /dev/urandom "$dir/dev/urandom"
   mount --bind "$dir/dev" /dev
   mount -t tmpfs -o size=1m tmpfs "$dir/home"
+  mount -t tmpfs tmpfs /sys/fs/cgroup
+  mkdir -p "$dir/bin"
+  printf '#!/bin/sh\\necho "netlink: Error: cache initialization failed: Protocol not supported" >&2; exit 1\\n' > "$dir/bin/nft"
+  chmod 755 "$dir/bin/nft"; PATH="$dir/bin:$PATH"
   ulimit -n 1024
   exec "$@"`;
 
@@ -158,7 +162,7 @@ function onBareHost(argv: readonly string[], env: Record<string, string> = {}) {
   });
 }
 
-test("a host that lacks much: each thing is named with what to do", async () => {
+test("FR-98: a host that lacks much: each thing is named with what to do", async () => {
   const { exitCode, stdout } = await onBareHost([process.execPath, MAIN, "doctor"]);
   expect(exitCode).toBe(1);
   for (const line of [
@@ -166,6 +170,9 @@ test("a host that lacks much: each thing is named with what to do", async () => 
     /^missing +\/dev\/net\/tun +.* → modprobe tun/m,
     /^warn +io_uring +turned off \(kernel\.io_uring_disabled = 2\).* → sysctl -w kernel\.io_uring_disabled=0/m,
     /^missing +disk space +.* → free space/m,
+    /^ok +disk export +NBD .*there is no \/dev\/ublk-control.* → modprobe ublk_drv/m,
+    /^missing +nf_tables +the kernel takes no rules: .*Protocol not supported.* → modprobe nf_tables/m,
+    /^warn +cgroups +version 1 or none.* → boot with systemd\.unified_cgroup_hierarchy=1/m,
     /^warn +open files +limit 1024 +→ LimitNOFILE/m,
     /^missing +guest kernel +.* → run: agentenv setup/m,
   ]) {
@@ -173,7 +180,7 @@ test("a host that lacks much: each thing is named with what to do", async () => 
   }
 });
 
-test("a server refuses that host with every reason, and makes nothing", async () => {
+test("FR-98: a server refuses that host with every reason, and makes nothing", async () => {
   const { exitCode, stderr } = await onBareHost([process.execPath, MAIN, "serve"], {
     AENV_HOME_PATH: join(dir, "new"),
   });

@@ -255,8 +255,9 @@ function cgroupCheck(): Check {
     ? { name, status: "ok", detail: "version 2" }
     : {
         name,
-        status: "ok",
-        detail: "version 1 or none: nothing here depends on them, a service manager's limits may",
+        status: "warn",
+        detail: "version 1 or none: Firecracker's processes run without limits, and so may the service",
+        cure: "boot with systemd.unified_cgroup_hierarchy=1, or use a distribution with version 2",
       };
 }
 
@@ -309,9 +310,10 @@ async function exportCheck(configured: Settings["diskExport"]): Promise<Check> {
   // Loaded here: setup, which shares this room's front door, has no use for it.
   const { chooseExport, probeUblk } = await import("../storage/blockd/index.ts");
   try {
-    const { kind, reason } = await chooseExport(configured, () => probeUblk(selfCommand("blockd")));
+    const { kind, reason, cure } = await chooseExport(configured, () => probeUblk(selfCommand("blockd")));
     const how = kind === "ublk" ? "block devices over ublk" : "NBD over unix sockets";
-    return { name, status: "ok", detail: `${how} (${reason})` };
+    // NBD is a way as good as any; what would make it ublk is worth a word.
+    return { name, status: "ok", detail: `${how} (${reason})`, ...(cure === undefined ? {} : { cure }) };
   } catch (error) {
     return failed(name, error);
   }
@@ -430,6 +432,14 @@ async function vmmCheck(
   mode: string,
 ): Promise<Check> {
   const name = "virtual machines";
+  if (mode === "pvm") {
+    try {
+      (await import("../vmm/index.ts")).checkMode("pvm");
+      return { name, status: "ok", detail: "mode pvm: the module kvm_pvm is loaded" };
+    } catch (error) {
+      return failed(name, error);
+    }
+  }
   if (mode !== "auto" && mode !== "kvm" && mode !== "tcg") {
     return {
       name,

@@ -333,7 +333,7 @@ test("devices that a dead daemon left behind go at the next start, those of othe
   expect(ublkNodes()).toEqual([]);
 });
 
-test("at the limit of devices further ones are refused at once, and the log stays small", async () => {
+test("FR-94: at the limit of devices further ones are refused at once, and the log stays small", async () => {
   using own = scratch("limit");
   await using small = await Daemon.start(own.dir, "--workers", "1", "--max-ublk-devices", "8");
   const results = await Promise.allSettled(

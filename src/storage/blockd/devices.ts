@@ -176,7 +176,7 @@ export class Devices {
       "ublk_capacity",
       `this node serves ${open} ublk devices, which is its limit`,
       507,
-      "end or pause sandboxes on this node, or raise blockd.max_devices",
+      "end or pause sandboxes on this node, or raise ublk.max_devices",
     );
   }
 

@@ -18,7 +18,7 @@ describe("the probe of ublk", () => {
     expect(await probeUblk(acting(`echo '${JSON.stringify(found)}'`), here)).toEqual(found);
   });
 
-  test("gives up on a kernel that never answers, names it, and leaves no process that can be ended", async () => {
+  test("FR-95: gives up on a kernel that never answers, names it, and leaves no process that can be ended", async () => {
     const verdict = await probeUblk(acting("echo $$ > /dev/null; sleep 600"), { ...here, timeoutMs: 100 });
     expect(verdict.usable).toBe(false);
     expect(verdict.reason).toContain(`Linux ${release()}`);
@@ -50,6 +50,7 @@ describe("the choice of export", () => {
     expect(await chooseExport("auto", unusable)).toEqual({
       kind: "nbd",
       reason: "ublk cannot be used: no module",
+      cure: "load it",
     });
   });
 

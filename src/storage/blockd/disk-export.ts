@@ -19,8 +19,7 @@ const verdictSchema = z.object({
 
 const CONTROL_DEVICE = "/dev/ublk-control";
 const PROBE_TIMEOUT_MS = 25_000;
-const MODULE_CURE =
-  "modprobe ublk_drv (Linux 6.5 or later), as root; agentenv setup --setup-host makes it last";
+const MODULE_CURE = "modprobe ublk_drv (Linux 6.5 or later), as root; agentenv setup --host makes it last";
 
 /**
  * Tries ublk in a process of its own (`argv` is the block daemon's command line): on some kernels the first
@@ -54,7 +53,7 @@ export async function probeUblk(
     return {
       usable: false,
       reason: `Linux ${release()} does not finish adding a ublk device within ${timeoutMs / 1000} s`,
-      cure: 'reboot into another kernel; until then disks go over NBD, or say so with blockd.export = "nbd"',
+      cure: 'reboot into another kernel; until then disks go over NBD, or say so with ublk.export = "nbd"',
     };
   }
   try {
@@ -65,21 +64,26 @@ export async function probeUblk(
 }
 
 /**
- * How the disks of new sandboxes reach their VMs: as configured, or by what the host can do. `ublk` where
- * that does not work is an error (`ublk_unusable`) that says why and what helps.
+ * How the disks of new sandboxes reach their VMs: as configured, or by what the host can do; `cure` would make `ublk`
+ * of what `auto` found to be `nbd`. `ublk` where that does not work is an error (`ublk_unusable`) that says why and
+ * what helps.
  */
 export async function chooseExport(
   configured: "auto" | ExportKind,
   probe: () => Promise<UblkVerdict>,
-): Promise<{ readonly kind: ExportKind; readonly reason: string }> {
+): Promise<{ readonly kind: ExportKind; readonly reason: string; readonly cure?: string }> {
   if (configured === "nbd") return { kind: "nbd", reason: "as configured" };
   const verdict = await probe();
   if (verdict.usable) return { kind: "ublk", reason: verdict.reason };
-  if (configured === "auto") return { kind: "nbd", reason: `ublk cannot be used: ${verdict.reason}` };
+  if (configured === "auto") {
+    const { reason, cure } = verdict;
+    const why = `ublk cannot be used: ${reason}`;
+    return { kind: "nbd", reason: why, ...(cure === undefined ? {} : { cure }) };
+  }
   throw new AenvError({
     code: "ublk_unusable",
     status: 503,
-    message: `blockd.export is "ublk", which this host cannot do: ${verdict.reason}`,
-    remediation: verdict.cure ?? 'set blockd.export to "auto" or "nbd"',
+    message: `ublk.export is "ublk", which this host cannot do: ${verdict.reason}`,
+    remediation: verdict.cure ?? 'set ublk.export to "auto" or "nbd"',
   });
 }

@@ -73,7 +73,7 @@ export function drivePath(drive: VmDrive): string {
     code: "drive_unsupported",
     status: 400,
     message: `drive ${drive.driveId} is served over NBD, which Firecracker has no client for`,
-    remediation: 'serve disks over ublk (blockd.export = "ublk"), or set vmm to qemu',
+    remediation: 'serve disks over ublk (ublk.export = "ublk"), or set vmm to qemu',
   });
 }
 

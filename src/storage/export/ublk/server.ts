@@ -281,7 +281,7 @@ export class UblkServer implements AsyncDisposable {
             status: 503,
             message: `ublk: the kernel (Linux ${release()}) did not ${what} within ${timeoutMs / 1000} s`,
             remediation:
-              'a kernel that hangs here needs a reboot or another version; disks go over NBD with blockd.export = "nbd"',
+              'a kernel that hangs here needs a reboot or another version; disks go over NBD with ublk.export = "nbd"',
           }),
         );
       }, timeoutMs);
