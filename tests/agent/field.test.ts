@@ -95,6 +95,8 @@ describe("ends of processes", () => {
       { "connect-timeout-ms": "2000" },
     );
     expect(limited.error?.code).toBe("deadline_exceeded");
+    // The shells before it have the word in their command lines, too.
+    await eventually("the others are gone", () => alive(stays).length <= 1);
     await Bun.sleep(100);
     const left = alive(stays);
     expect(left.length).toBe(1);
