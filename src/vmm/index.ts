@@ -1,6 +1,6 @@
 import type { VmIdentity } from "./types.ts";
 
-export { createFirecrackerDriver, type FirecrackerDriverOptions } from "./firecracker/driver.ts";
+export { checkMode, createFirecrackerDriver, type FirecrackerDriverOptions } from "./firecracker/driver.ts";
 export { createQemuDriver, killVm, type QemuDriverOptions } from "./qemu/driver.ts";
 export type * from "./types.ts";
 
