@@ -154,6 +154,40 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml }) => {
     await Promise.all(children.map((child) => child.kill()));
   });
 
+  // With the first one alone: a cold boot takes long in here.
+  const driven = vmm === vmms[0]?.vmm ? test : () => undefined;
+  driven("has drives of its own, written and read-only, through a pause", async () => {
+    const source = { image: `oci-layout:${join(server.home, "layout")}:latest` };
+    const startedMs = performance.now();
+    const created = await fetch(`${server.url}/sandboxes-cold`, {
+      method: "POST",
+      headers: { "x-api-key": connection.apiKey },
+      body: JSON.stringify({
+        ...source,
+        ...{ cpuCount: 1, memoryMB: 192, secure: true, timeout: 600 },
+        attachedDrives: [
+          { driveID: "base", source },
+          { driveID: "work", source, readOnly: false, mountPath: "/work", subPath: "etc" },
+        ],
+      }),
+    });
+    const { sandboxID, message } = (await created.json()) as { sandboxID: string; message?: string };
+    expect(created.status, message).toBe(201);
+    took("cold boot with two drives", startedMs);
+    let box = await Sandbox.connect(sandboxID, { ...connection, timeoutMs: 600_000 });
+    const three = (await devices()).length;
+    await shell(box, "echo kept > /work/kept; sync");
+    expect(await shell(box, "echo no > /mnt/base/no 2>&1 || echo refused")).toContain("refused");
+    await box.pause();
+    expect((await devices()).length).toBe(three - 3);
+    box = await Sandbox.connect(sandboxID, { ...connection, timeoutMs: 600_000 });
+    await shell(box, "echo 3 > /proc/sys/vm/drop_caches");
+    expect(await shell(box, "cat /work/kept /mnt/base/etc/passwd")).toBe(
+      "kept\nroot:x:0:0:root:/root:/bin/sh\n",
+    );
+    await box.kill();
+  });
+
   test("lives on when the block daemon and the server are killed", async () => {
     const pid = lockHolder(join(server.runtime, "blockd/lock"));
     if (pid === undefined) throw new Error("the block daemon does not run");
