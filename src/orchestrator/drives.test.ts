@@ -10,7 +10,7 @@ const drive = (changes: Partial<AttachedDriveRequest>): AttachedDriveRequest => 
 });
 
 test("defaults are filled in, and paths are written in one way", () => {
-  expect(plannedDrives([drive({})])).toEqual([drive({ mountPath: "/mnt/data" })]);
+  expect(plannedDrives([drive({})])).toEqual([{ ...drive({}), mountPath: "/mnt/data" }]);
   const [odd, inside] = plannedDrives([
     drive({ mountPath: "//srv//a/", subPath: "b/c" }),
     drive({ driveId: "b", mountPath: "/srv/a/b" }),
