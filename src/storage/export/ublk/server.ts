@@ -108,6 +108,12 @@ function failed(what: string, result: number): AenvError {
 /** What ADD_DEV's failure means. The kernel has a limit of devices, which shows in several ways. */
 function addFailure(result: number): AenvError {
   const name = errnoName(-result);
+  if (name === "EPERM") {
+    return unsupported(
+      "this user may not add ublk devices (EPERM)",
+      "run as root, or with CAP_SYS_ADMIN as the packaged service does, after agentenv setup --host",
+    );
+  }
   if (!["EACCES", "ENOSPC", "EUSERS", "EMFILE"].includes(name))
     return failed("a device cannot be added", result);
   return new AenvError({
@@ -182,7 +188,7 @@ export class UblkServer implements AsyncDisposable {
     } catch (cause) {
       throw unsupported(
         `${controlDevice} cannot be opened (${cause instanceof Error ? cause.message : String(cause)})`,
-        "run as root, or give the user access by a udev rule",
+        "run as root, or agentenv setup --host (as root), whose udev rule gives the server's group access",
       );
     }
     const ring = host.openRing();
