@@ -499,6 +499,16 @@ describe("a VM", () => {
     ]);
   });
 
+  test("that leaves a link in place of its state gets nothing of the host's into it", async () => {
+    const spec = specFor("hostile", { kernelArgs: ["fake.state=/etc/hostname"] });
+    await using vm = await driverFor().launch(spec);
+    await vm.pause();
+    const path = join(root, "hostile.state");
+    await expect(vm.saveDeviceState(path)).rejects.toMatchObject({ code: "device_state_not_saved" });
+    expect(existsSync(path)).toBe(false);
+    expect(readdirSync(join(vm.reference.jailDir!, "run")).toSorted()).not.toContain("state");
+  });
+
   test("takes a process that waits for it, and starts one when that has ended", async () => {
     const driver = driverFor();
     const network = specFor("network").network;

@@ -8,7 +8,7 @@ import {
   statSync,
   symlinkSync,
 } from "node:fs";
-import { copyFile, rm } from "node:fs/promises";
+import { rm, writeFile } from "node:fs/promises";
 import { totalmem } from "node:os";
 import { join } from "node:path";
 import { tryCommand } from "../../lib/command.ts";
@@ -45,7 +45,6 @@ import {
 } from "./config.ts";
 import { customTemplate, type StaticTemplate, staticTemplate } from "./cpu-template.ts";
 import {
-  checkRegular,
   INSIDE,
   type Jail,
   Jails,
@@ -53,6 +52,7 @@ import {
   letRead,
   mayChangeUser,
   OVERHEAD_BYTES,
+  readShared,
 } from "./jail.ts";
 import { findGuestRegions } from "./memory.ts";
 import { openPipe, Pump, RotatingFile } from "./output.ts";
@@ -660,8 +660,7 @@ class FirecrackerHandle implements VmHandle {
         { snapshot_type: this.#snapshotType, snapshot_path: state.there, mem_file_path: pages.there },
         SAVE_TIMEOUT_MS,
       );
-      checkRegular(state.here);
-      await copyFile(state.here, temporary);
+      await writeFile(temporary, await readShared(state.here, STATE_BYTES), { mode: 0o600 });
       await publishDurable(temporary, path);
       await clear();
     } catch (cause) {

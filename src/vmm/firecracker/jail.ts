@@ -2,14 +2,15 @@ import {
   chmodSync,
   chownSync,
   closeSync,
+  constants,
   existsSync,
-  lstatSync,
   mkdirSync,
   openSync,
   readdirSync,
   readFileSync,
   statSync,
 } from "node:fs";
+import { open } from "node:fs/promises";
 import { basename, join } from "node:path";
 import { tryCommand } from "../../lib/command.ts";
 import { errorCode, removeTree } from "../../lib/durable.ts";
@@ -399,9 +400,20 @@ export function letRead(path: string, gid: number | undefined): void {
   chmodSync(path, (stat.mode & 0o7777) | 0o040);
 }
 
-/** A regular file that the jailed process left in the shared directory, and nothing that only looks like one. */
-export function checkRegular(path: string): void {
-  const stat = lstatSync(path);
-  if (!stat.isFile() || stat.nlink !== 1)
-    throw new AenvError({ code: "vmm_untrusted", message: `${path} is no plain file` });
+/**
+ * What the jailed process wrote, as long as it is a plain file of the shared directory: it may be hostile by now, and
+ * this process may read what that one may not. At most `maxBytes`.
+ */
+export async function readShared(path: string, maxBytes: number): Promise<Uint8Array> {
+  const file = await open(path, constants.O_RDONLY | constants.O_NOFOLLOW | constants.O_NONBLOCK);
+  try {
+    const stat = await file.stat();
+    if (stat.isFile() && stat.nlink === 1 && stat.size <= maxBytes) return await file.readFile();
+  } finally {
+    await file.close();
+  }
+  throw new AenvError({
+    code: "vmm_untrusted",
+    message: `${path} is not a plain file of at most ${maxBytes} bytes`,
+  });
 }
