@@ -135,4 +135,28 @@ describe.skipIf(typeof guest === "string")("memory that a guest frees", () => {
       `given back, MiB: ${shown({ booted, full, freed, restored, "clone full": cloneFull, "clone freed": cloneFreed })}; captured: ${shown({ unfreed: unfreed.storedBytes / MIB, freed: first.storedBytes / MIB, "clone's": second.storedBytes / MIB })}`,
     );
   }, 180_000);
+
+  test("a state from before there was a balloon is restored with one, and saved with it", async () => {
+    const memory = createMemoryService({ cacheDir: join(guest.dir, "older"), maxCacheBytes: 2 ** 31, log });
+    const { shieldPath: _, ...qemu } = guest.qemu;
+    const older = createQemuDriver({ ...qemu, mode: "tcg", kernelPath: guest.kernelPath, log });
+    await using scope = new AsyncDisposableStack();
+    const network = scope.use(await testNetwork());
+    let image: MemoryImage = { sizeBytes: SIZE, layers: [] };
+    let answer = { boot: "" };
+    for (const [round, made] of [older, driver, driver].entries()) {
+      const lease = scope.use(await memory.materialize(image));
+      const plain = spec(network, lease.file);
+      await using vm =
+        round === 0
+          ? await made.launch(plain)
+          : await made.restore({ ...plain, deviceStatePath: join(guest.dir, `state-${round - 1}`) });
+      const { boot, sum } = await network.ask();
+      expect({ boot, sum }).toEqual({ boot: round === 0 ? boot : answer.boot, sum: "ok" });
+      answer = { boot };
+      await vm.pause();
+      await vm.saveDeviceState(join(guest.dir, `state-${round}`));
+      ({ image } = await memory.capture(vm.reference, image, join(guest.dir, `older-${round}`)));
+    }
+  }, 120_000);
 });
