@@ -101,28 +101,34 @@ static int add_entry(const char *base, const struct jail_entry *entry, const str
   return 0;
 }
 
-int jail_own_tap(const char *netns, const char *tap, uid_t uid) {
-  int fd = open(netns, O_RDONLY | O_CLOEXEC);
-  STEP("open the network namespace", netns, fd);
-  STEP("enter the network namespace", netns, setns(fd, CLONE_NEWNET));
-  close(fd);
-  if (tap == NULL) return 0;
+/* Asked for by name, a device that is missing would be made. */
+static int find_tap(const char *tap) {
   struct ifreq request = {.ifr_flags = 0};
   jail_step = "find the device";
   jail_subject = tap;
   if (strlen(tap) >= sizeof request.ifr_name) return -ENAMETOOLONG;
-  /* Asked for by name, one that is missing would be made. */
-  int query = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  STEP("find the device", tap, query);
   memcpy(request.ifr_name, tap, strlen(tap));
-  int found = ioctl(query, SIOCGIFINDEX, &request);
-  int error = errno;
+  int query = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (query < 0) return -errno;
+  int result = ioctl(query, SIOCGIFINDEX, &request) < 0 ? -errno : 0;
   close(query);
-  errno = error;
-  STEP("find the device", tap, found);
+  return result;
+}
+
+static int enter_netns(const char *netns) {
+  int fd = open(netns, O_RDONLY | O_CLOEXEC);
+  STEP("open the network namespace", netns, fd);
+  STEP("enter the network namespace", netns, setns(fd, CLONE_NEWNET));
+  close(fd);
+  return 0;
+}
+
+int jail_own_tap(const char *netns, const char *tap, uid_t uid) {
+  TRY(enter_netns(netns));
+  TRY(find_tap(tap));
   int tun = open("/dev/net/tun", O_RDWR | O_CLOEXEC);
   STEP("open", "/dev/net/tun", tun);
-  request = (struct ifreq){.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR};
+  struct ifreq request = {.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR};
   memcpy(request.ifr_name, tap, strlen(tap));
   STEP("attach to the device", tap, ioctl(tun, TUNSETIFF, &request));
   STEP("give away the device", tap, ioctl(tun, TUNSETOWNER, (unsigned long)uid));
@@ -210,7 +216,13 @@ int jail_enter(const struct jail *jail) {
     jail_subject = jail->cgroups[i];
     TRY(join_cgroup(jail->cgroups[i]));
   }
-  TRY(jail_own_tap(jail->netns, jail->tap, jail->own_user ? jail->uid : geteuid()));
+  /* The caller's own account has the tap already. */
+  if (jail->own_user && jail->tap != NULL) {
+    TRY(jail_own_tap(jail->netns, jail->tap, jail->uid));
+  } else {
+    TRY(enter_netns(jail->netns));
+    if (jail->tap != NULL) TRY(find_tap(jail->tap));
+  }
   TRY(set_limits(jail));
   umask(0022);
   TRY(build_root(jail));

@@ -509,6 +509,21 @@ describe("a VM", () => {
     expect(readdirSync(join(vm.reference.jailDir!, "run")).toSorted()).not.toContain("state");
   });
 
+  test("that has to be given everything at once has no process to wait for it, and works the same", async () => {
+    const driver = driverFor("1.13.1", { equips: false });
+    expect(driver.prepare).toBeUndefined();
+    const spec = specFor("at-once");
+    const deviceStatePath = join(root, "at-once.state");
+    {
+      await using vm = await driver.launch(spec);
+      expect(readdirSync(`/proc/${vm.reference.pid}/root/files`).toSorted()).toEqual(["initrd", "kernel"]);
+      await vm.pause();
+      await vm.saveDeviceState(deviceStatePath);
+    }
+    await using again = await driver.restore({ ...specFor("at-once-2"), deviceStatePath });
+    expect(readdirSync(`/proc/${again.reference.pid}/root/files`)).toEqual(["memory"]);
+  });
+
   test("takes a process that waits for it, and starts one when that has ended", async () => {
     const driver = driverFor();
     const network = specFor("network").network;

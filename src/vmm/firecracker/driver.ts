@@ -31,6 +31,7 @@ import type {
   VmRestoreSpec,
 } from "../types.ts";
 import { FirecrackerApi } from "./api.ts";
+import type { GroupLimits } from "./cgroup.ts";
 import {
   type ApiRequest,
   bootRequests,
@@ -47,10 +48,12 @@ import { customTemplate, type StaticTemplate, staticTemplate } from "./cpu-templ
 import {
   INSIDE,
   type Jail,
+  type JailEntry,
   Jails,
   type JailUsers,
   letRead,
   mayChangeUser,
+  mayEquip,
   OVERHEAD_BYTES,
   readShared,
 } from "./jail.ts";
@@ -87,6 +90,8 @@ export interface FirecrackerDriverOptions {
   readonly socketPollMs: number;
   /** Firecracker's own log and, once more, the console and standard error: where, and from which level on. */
   readonly capture?: { readonly dir: string; readonly level: string };
+  /** Whether jails may be given things later on. Default: what this process may do; tests differ. */
+  readonly equips?: boolean;
   /** More of the host that the process sees (tests). */
   readonly alsoVisible?: readonly string[];
   readonly log: Logger;
@@ -145,9 +150,14 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
   readonly #version: () => Promise<FirecrackerVersion>;
   readonly #identity: () => Promise<VmIdentity>;
   readonly #settings: () => MachineSettings;
+  /** False: a jail has to be given everything when it is made, so no process can wait for its VM. */
+  readonly #equips: boolean;
+  readonly prepare?: (network: VmNetwork) => Promise<PreparedVm>;
 
   constructor(options: FirecrackerDriverOptions) {
     this.#options = options;
+    this.#equips = options.equips ?? mayEquip();
+    if (this.#equips) this.prepare = (network) => this.#prepare(network);
     this.#jails = new Jails({
       binary: options.binary,
       helper: options.jailHelper,
@@ -221,7 +231,11 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
         mode === "pvm"
           ? "the kvm_pvm module runs guests without hardware virtualization"
           : "hardware virtualization: /dev/kvm can be opened",
-      warnings: [...version.warnings, ...this.#jails.warnings()],
+      warnings: [
+        ...version.warnings,
+        ...this.#jails.warnings(),
+        ...(this.#equips ? [] : ["no process waits for its VM: that needs CAP_SYS_CHROOT"]),
+      ],
     };
   }
 
@@ -259,7 +273,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     );
   }
 
-  async prepare(network: VmNetwork): Promise<PreparedVm> {
+  async #prepare(network: VmNetwork): Promise<PreparedVm> {
     await this.#version();
     // No VM is bigger than the host; one that is gets a process of its own.
     const maxFileBytes = totalmem() + STATE_BYTES;
@@ -281,7 +295,12 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
   }
 
   /** A process whose API answers. */
-  async #startJail(network: VmNetwork, maxFileBytes: number): Promise<Jail> {
+  async #startJail(
+    network: VmNetwork,
+    maxFileBytes: number,
+    limits: GroupLimits = { memoryBytes: OVERHEAD_BYTES, cpus: 1, processes: THREADS },
+    entries: readonly JailEntry[] = [],
+  ): Promise<Jail> {
     const { capture, socketTimeoutMs, socketPollMs } = this.#options;
     const args = [
       ...["--http-api-max-payload-size", String(PAYLOAD_BYTES), "--mmds-size-limit", String(PAYLOAD_BYTES)],
@@ -289,8 +308,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
         ? ["--level", "Warning"]
         : ["--level", capture.level, "--log-path", `${INSIDE}/log`, "--show-level", "--show-log-origin"]),
     ];
-    const limits = { memoryBytes: OVERHEAD_BYTES, cpus: 1, processes: THREADS };
-    const jail = await this.#jails.start(network, args, limits, maxFileBytes);
+    const jail = await this.#jails.start(network, args, limits, maxFileBytes, entries);
     try {
       const api = new FirecrackerApi(jail.socketPath, jail.name);
       await answers(jail.process, api, jail.socketPath, jail.name, socketTimeoutMs, socketPollMs);
@@ -303,13 +321,29 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     return jail;
   }
 
-  async #takePrepared(spec: VmLaunchSpec, maxFileBytes: number): Promise<Jail> {
+  /** A jail with what the VM needs in it. */
+  async #equippedJail(
+    spec: VmLaunchSpec,
+    entries: readonly JailEntry[],
+    limits: GroupLimits,
+    maxFileBytes: number,
+  ): Promise<Jail> {
     const { prepared, network } = spec;
-    if (prepared instanceof Prepared) {
-      if (prepared.usable && prepared.maxFileBytes >= maxFileBytes) return prepared.jail;
-      await prepared[Symbol.asyncDispose]();
+    const waiting =
+      prepared instanceof Prepared && prepared.usable && prepared.maxFileBytes >= maxFileBytes
+        ? prepared.jail
+        : undefined;
+    if (waiting === undefined) await prepared?.[Symbol.asyncDispose]();
+    if (!this.#equips) return await this.#startJail(network, maxFileBytes, limits, entries);
+    const jail = waiting ?? (await this.#startJail(network, maxFileBytes));
+    try {
+      for (const { source, kind } of entries) if (kind === "ro") letRead(source, jail.gid);
+      await jail.equip(entries, limits, maxFileBytes);
+    } catch (error) {
+      await jail[Symbol.asyncDispose]();
+      throw error;
     }
-    return await this.#startJail(network, maxFileBytes);
+    return jail;
   }
 
   async #start(
@@ -332,9 +366,14 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     const { vcpuCount, memoryMiB } = spec.shape;
     const memoryBytes = memoryMiB * 2 ** 20;
     const maxFileBytes = memoryBytes + STATE_BYTES;
+    const limits = {
+      memoryBytes: memoryBytes + OVERHEAD_BYTES,
+      cpus: vcpuCount + 1,
+      processes: vcpuCount + THREADS,
+    };
     let jail: Jail;
     try {
-      jail = await this.#takePrepared(spec, maxFileBytes);
+      jail = await this.#equippedJail(spec, entries, limits, maxFileBytes);
     } catch (cause) {
       throw startError(spec, restoring, cause, "", "");
     }
@@ -348,18 +387,11 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
         const { name, target } = driveLink(drive);
         symlinkSync(target, join(jail.sharedDir, name));
       }
-      for (const { source, kind } of entries) if (kind === "ro") letRead(source, jail.gid);
       if (restoring) {
         const state = join(jail.sharedDir, STATE_FILE);
         copyFileSync(deviceStatePath, state);
         jail.give(state);
       }
-      const limits = {
-        memoryBytes: memoryBytes + OVERHEAD_BYTES,
-        cpus: vcpuCount + 1,
-        processes: vcpuCount + THREADS,
-      };
-      await jail.equip(entries, limits, maxFileBytes);
       for (const { method, path, body, timeoutMs } of requests) await api.call(method, path, body, timeoutMs);
       if (!restoring && memoryBytes > ONE_REGION_BYTES)
         regions = findGuestRegions(jail.process.pid, memoryMiB);

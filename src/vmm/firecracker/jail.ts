@@ -60,10 +60,25 @@ export const OVERHEAD_BYTES = 256 * 2 ** 20;
 /** Linux' capabilities by number: to give files and processes to another account, and to make device nodes. */
 const ACCOUNT_CAPABILITIES = [0n, 6n, 7n, 27n];
 
-/** Whether this process may start others under other accounts. */
-export function mayChangeUser(status = readFileSync("/proc/self/status", "utf8")): boolean {
+/** To enter another process's mounts: CAP_SYS_CHROOT, besides CAP_SYS_ADMIN which every server has. */
+const ENTER_CAPABILITIES = [18n, 21n];
+
+function hasCapabilities(
+  bits: readonly bigint[],
+  status = readFileSync("/proc/self/status", "utf8"),
+): boolean {
   const effective = BigInt(`0x${/^CapEff:\s*([0-9a-f]+)/m.exec(status)?.[1] ?? "0"}`);
-  return ACCOUNT_CAPABILITIES.every((bit) => ((effective >> bit) & 1n) === 1n);
+  return bits.every((bit) => ((effective >> bit) & 1n) === 1n);
+}
+
+/** Whether this process may start others under other accounts. */
+export function mayChangeUser(status?: string): boolean {
+  return hasCapabilities(ACCOUNT_CAPABILITIES, status);
+}
+
+/** Whether this process may give a jail something when it is there already. */
+export function mayEquip(status?: string): boolean {
+  return hasCapabilities(ENTER_CAPABILITIES, status);
 }
 
 /** One thing a jail is given of the host. */
@@ -118,12 +133,16 @@ export class Jails {
     ];
   }
 
-  /** Starts Firecracker, which then waits for its API's first request. Throws when it cannot be started. */
+  /**
+   * Starts Firecracker, which then waits for its API's first request. Throws when it cannot be started. `entries`: what
+   * it is given at once; the jailer knows none.
+   */
   async start(
     network: VmNetwork,
     args: readonly string[],
     limits: GroupLimits,
     maxFileBytes: number,
+    entries: readonly JailEntry[] = [],
   ): Promise<Jail> {
     const { binary, helper, jailer, workDir } = this.#options;
     const name = `${PREFIX}${crypto.randomUUID().replaceAll("-", "").slice(0, 20)}`;
@@ -161,6 +180,7 @@ export class Jails {
         ...["--ro", binary, PROGRAM, "--rw", sharedDir, INSIDE],
         ...(this.#options.alsoVisible ?? []).flatMap((path) => ["--ro", path, path]),
         ...devices.flatMap((path) => ["--node", path, path]),
+        ...entryArgs(entries),
         ...[...ids, "--max-file", String(maxFileBytes), "--", PROGRAM, "--id", name, ...firecracker],
       ];
     } else {
@@ -349,7 +369,7 @@ export class Jails {
         const ids = user === undefined ? [] : ["--uid", String(user.uid), "--gid", String(user.gid)];
         await this.#help([
           ...["add", "--pid", String(vmm.pid), ...ids, "--max-file", String(maxFileBytes)],
-          ...entries.flatMap(({ kind, source, target }) => [`--${kind}`, source, target]),
+          ...entryArgs(entries),
         ]);
       },
       give: (path) => {
@@ -361,6 +381,10 @@ export class Jails {
       },
     };
   }
+}
+
+function entryArgs(entries: readonly JailEntry[]): string[] {
+  return entries.flatMap(({ kind, source, target }) => [`--${kind}`, source, target]);
 }
 
 /** Processes that are being put or live in one of the jails. */
