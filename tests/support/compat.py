@@ -104,7 +104,7 @@ def _():
 def _():
     made = Sandbox.create(template, timeout=300)
     made.set_timeout(1)
-    for _ in range(150):
+    for _ in range(300):
         if not made.is_running():
             return
         time.sleep(0.1)
@@ -164,11 +164,18 @@ def _():
 
 @feature("Commands", "streaming callbacks")
 def _():
-    at = []
+    # Each line is written when the one before has been seen.
+    seen = []
+
+    def on_stdout(text):
+        seen.append(text)
+        box.files.write(f"/tmp/py-seen-{text.strip()}", "")
+
     box.commands.run(
-        "for i in 1 2 3; do echo $i; sleep 0.3; done", on_stdout=lambda _text: at.append(time.time())
+        "for i in 1 2 3; do echo $i; until [ -e /tmp/py-seen-$i ]; do sleep 0.05; done; done",
+        on_stdout=on_stdout,
     )
-    assert len(at) == 3 and at[2] - at[0] > 0.3, at
+    assert seen == ["1\n", "2\n", "3\n"], seen
 
 
 @feature("Commands", "background, connect, kill")
