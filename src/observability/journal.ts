@@ -135,7 +135,12 @@ export class Journal {
       if (error instanceof Error && "code" in error && error.code === "ENOENT") return;
       throw error;
     }
-    if (size <= console.offset) return;
+    if (size < console.offset) {
+      // Begun anew, what was there before is full.
+      console.offset = 0;
+      console.rest = "";
+    }
+    if (size === console.offset) return;
     const skipped = size - console.offset - MAX_CONSOLE_READ;
     const now = Date.now();
     if (skipped > 0) {

@@ -176,6 +176,8 @@ describe("a sandbox with a real agent", () => {
     const flooded = await lines();
     expect(flooded.length).toBeLessThanOrEqual(1000);
     expect(flooded.some((line) => line.includes("bytes of console output left out"))).toBe(true);
+    writeFileSync(join(dir, "console.log"), "begun anew\n");
+    expect((await lines()).at(-1)).toBe("console begun anew");
     observer.onEvent({ kind: "pause_failed", sandboxId: id, atMs: 9, reason: "disk full" });
     expect((await observer.logs(id)).at(-1)).toMatchObject({
       level: "error",
