@@ -44,3 +44,8 @@ export function mapLocked(fd: number, length: number): ArrayBuffer | undefined {
     return undefined;
   return toArrayBuffer(bytes, 0, length, length as ffi.Pointer, release);
 }
+
+/** Whether a buffer's memory begins at a multiple of `unit` bytes, as direct I/O wants it. Buffers never move. */
+export function beginsAtMultiple(buffer: ArrayBufferLike, unit: number): boolean {
+  return ffi.ptr(new Uint8Array(buffer)) % unit === 0;
+}

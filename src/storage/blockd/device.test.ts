@@ -431,6 +431,7 @@ test("while a restack waits for the disk reads and writes go on, flushes wait, a
     kind: engine.kind,
     reason: engine.reason,
     read: (...args) => engine.read(...args),
+    startRead: (...args) => engine.startRead(...args),
     write: (...args) => engine.write(...args),
     datasync: slow(engine.datasync),
     sync: slow(engine.sync),

@@ -1,5 +1,5 @@
 import { closeSync, constants, openSync } from "node:fs";
-import { allocateBig } from "../../../ffi/bigmem.ts";
+import { allocateBig, beginsAtMultiple } from "../../../ffi/bigmem.ts";
 import type { IoEngine } from "../io/index.ts";
 import type { LayerStack, RawRange } from "../overlaybd/types.ts";
 
@@ -34,6 +34,8 @@ export class DirectReader implements AsyncDisposable {
   /** Aligned memory in slots; made with the first read. */
   #memory: Uint8Array | undefined;
   readonly #freeSlots = Array.from({ length: SLOTS }, (_, slot) => slot);
+  /** By memory: the same few buffers come again and again. */
+  readonly #alignedBuffers = new WeakMap<ArrayBufferLike, boolean>();
   #closed = false;
 
   constructor(stack: LayerStack, engine: IoEngine) {
@@ -92,36 +94,42 @@ export class DirectReader implements AsyncDisposable {
     return opened;
   }
 
+  /** The memory begins where a direct read may put its bytes. */
+  #isAligned({ buffer, byteOffset }: Uint8Array): boolean {
+    if (byteOffset % UNIT_BYTES !== 0) return false;
+    let aligned = this.#alignedBuffers.get(buffer);
+    if (aligned === undefined) {
+      aligned = beginsAtMultiple(buffer, UNIT_BYTES);
+      this.#alignedBuffers.set(buffer, aligned);
+    }
+    return aligned;
+  }
+
   /** The descriptor is our own, so the layer may be taken out of the stack meanwhile. */
   #fill(file: DirectFile, range: RawRange, into: Uint8Array): Promise<boolean> {
-    this.#memory ??= new Uint8Array(allocateBig(SLOTS * SLOT_BYTES));
-    const memory = this.#memory;
-    const slot = this.#freeSlots.pop()!;
-    const at = slot * SLOT_BYTES;
     const { length } = into;
+    const inPlace = this.#isAligned(into);
+    if (!inPlace) this.#memory ??= new Uint8Array(allocateBig(SLOTS * SLOT_BYTES));
+    const memory = inPlace ? into : this.#memory!;
+    const slot = this.#freeSlots.pop()!;
+    const at = inPlace ? 0 : slot * SLOT_BYTES;
     file.reads++;
-    const end = () => {
-      file.reads--;
-      if (file.dropped && file.reads === 0) closeSync(file.fd);
-      this.#freeSlots.push(slot);
-      if (this.#freeSlots.length === SLOTS) this.#idle?.();
-    };
-    return this.#engine.read(file.fd, memory, at, length, range.offsetBytes, range.name).then(
-      (got) => {
-        if (got === length) into.set(memory.subarray(at, at + length));
-        end();
-        return got === length;
-      },
-      () => {
+    return new Promise((resolve) => {
+      this.#engine.startRead(file.fd, memory, at, length, range.offsetBytes, range.name, (got, failure) => {
         // Refused (alignment) or failed: reading as ever does better, or says what is wrong.
-        if (this.#files.get(range.layer) === file) {
+        if (failure !== undefined && this.#files.get(range.layer) === file) {
           this.#files.set(range.layer, undefined);
           file.dropped = true;
         }
-        end();
-        return false;
-      },
-    );
+        const whole = failure === undefined && got === length;
+        if (whole && !inPlace) into.set(memory.subarray(at, at + length));
+        file.reads--;
+        if (file.dropped && file.reads === 0) closeSync(file.fd);
+        this.#freeSlots.push(slot);
+        if (this.#freeSlots.length === SLOTS) this.#idle?.();
+        resolve(whole);
+      });
+    });
   }
 
   /** Waits for the reads under way. */

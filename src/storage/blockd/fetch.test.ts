@@ -26,13 +26,19 @@ function rig(options: { evict?: boolean; failing?: boolean } = {}) {
   const engine: IoEngine = {
     kind: "threads",
     reason: "a test",
-    async read(_fd, target, _targetOffset, length, offset) {
+    startRead(_fd, target, _targetOffset, length, offset, _what, done) {
       expect(length).toBeLessThanOrEqual(target.length);
       fetched.push([offset, length]);
-      if (options.failing) throw new Error("the disk is broken");
-      if (!options.evict) for (let at = offset; at < offset + length; at += PAGE) present.add(at / PAGE);
-      return length;
+      queueMicrotask(() => {
+        if (options.failing) {
+          done(0, new Error("the disk is broken"));
+          return;
+        }
+        if (!options.evict) for (let at = offset; at < offset + length; at += PAGE) present.add(at / PAGE);
+        done(length, undefined);
+      });
     },
+    read: () => Promise.reject(new Error("not here")),
     write: () => Promise.reject(new Error("not here")),
     datasync: () => Promise.reject(new Error("not here")),
     sync: () => Promise.reject(new Error("not here")),

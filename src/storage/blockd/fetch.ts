@@ -83,7 +83,9 @@ export class Fetcher {
 
   #fetchOne({ fd, offsetBytes, lengthBytes, name }: Range): Promise<unknown> {
     // A failure shows again, and with its reason, when the bytes are read in earnest.
-    return this.#engine.read(fd, this.#nowhere, 0, lengthBytes, offsetBytes, name).catch(() => undefined);
+    return new Promise((resolve) => {
+      this.#engine.startRead(fd, this.#nowhere, 0, lengthBytes, offsetBytes, name, resolve);
+    });
   }
 
   /** Compressed and fragmented layers are no streams to the kernel, though the guest reads on and on. */

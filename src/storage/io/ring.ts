@@ -130,17 +130,32 @@ export class RingEngine implements IoEngine {
     what: string,
   ): Promise<number> {
     return new Promise((resolve, reject) => {
-      let done = 0;
-      const prepare = (tag: number) =>
-        this.#ring.prepareRead(fd, target, targetOffset + done, length - done, offset + done, tag);
-      const settle = (result: number) => {
-        if (result > 0) done += result;
-        if (result > 0 && done < length) this.#start(target, prepare, settle);
-        else if (result >= 0) resolve(done);
-        else reject(failure(result, `read of ${length} bytes at ${offset} of ${what}`));
-      };
-      this.#start(target, prepare, settle);
+      this.startRead(fd, target, targetOffset, length, offset, what, (bytes, failure) => {
+        if (failure === undefined) resolve(bytes);
+        else reject(failure);
+      });
     });
+  }
+
+  startRead(
+    fd: number,
+    target: Uint8Array,
+    targetOffset: number,
+    length: number,
+    offset: number,
+    what: string,
+    done: (bytes: number, failure: unknown) => void,
+  ): void {
+    let got = 0;
+    const prepare = (tag: number) =>
+      this.#ring.prepareRead(fd, target, targetOffset + got, length - got, offset + got, tag);
+    const settle = (result: number) => {
+      if (result > 0) got += result;
+      if (result > 0 && got < length) this.#start(target, prepare, settle);
+      else if (result >= 0) done(got, undefined);
+      else done(got, failure(result, `read of ${length} bytes at ${offset} of ${what}`));
+    };
+    this.#start(target, prepare, settle);
   }
 
   async write(

@@ -52,6 +52,21 @@ export class ThreadEngine implements IoEngine {
     return done;
   }
 
+  startRead(
+    fd: number,
+    target: Uint8Array,
+    targetOffset: number,
+    length: number,
+    offset: number,
+    what: string,
+    done: (bytes: number, failure: unknown) => void,
+  ): void {
+    this.read(fd, target, targetOffset, length, offset, what).then(
+      (bytes) => done(bytes, undefined),
+      (failure: unknown) => done(0, failure),
+    );
+  }
+
   async write(
     fd: number,
     source: Uint8Array,

@@ -15,6 +15,18 @@ export interface IoEngine extends AsyncDisposable {
     offset: number,
     what: string,
   ): Promise<number>;
+  /**
+   * The same for callers that have a promise of their own: `done` is called once, with the bytes read or a failure.
+   */
+  startRead(
+    fd: number,
+    target: Uint8Array,
+    targetOffset: number,
+    length: number,
+    offset: number,
+    what: string,
+    done: (bytes: number, failure: unknown) => void,
+  ): void;
   /** Writes the whole of `source[sourceOffset, +length)`. */
   write(
     fd: number,

@@ -1,7 +1,10 @@
 import { assert } from "../../../lib/errors.ts";
 
-/** Room for a reply header in front of a payload whose size is a power of two. */
-const HEADROOM_BYTES = 64;
+/**
+ * Room for a reply header in front of a payload whose size is a power of two. A payload behind it lies as a disk's
+ * direct reads want it: buffers begin at a page.
+ */
+export const HEADROOM_BYTES = 512;
 const SMALLEST = 16; // 64 KiB
 const LARGEST = 25; // 32 MiB
 

@@ -38,7 +38,7 @@ import {
   TransmissionFlag,
 } from "./codec.ts";
 import { nbdErrnoOf } from "./errors.ts";
-import type { BufferPool } from "./pool.ts";
+import { type BufferPool, HEADROOM_BYTES } from "./pool.ts";
 import type { NbdEvent, NbdTarget } from "./types.ts";
 
 /** How a session reaches its peer. Nothing is queued behind it. */
@@ -88,6 +88,7 @@ type Phase = "flags" | "option" | "optionData" | "request" | "payload" | "skip" 
 /** An answer that came later than its request's turn: data with its header in `buffer`, or a number. */
 interface Late {
   readonly buffer: Uint8Array | undefined;
+  readonly start: number;
   readonly length: number;
   readonly request: NbdRequest;
   readonly error: NbdErrno;
@@ -580,7 +581,14 @@ export class NbdSession {
     this.#pending++;
     void this.#flush(own).then((error) => {
       this.#pending--;
-      this.#answerLate({ buffer: undefined, length: 0, request: own, error, taken: () => undefined });
+      this.#answerLate({
+        buffer: undefined,
+        start: 0,
+        length: 0,
+        request: own,
+        error,
+        taken: () => undefined,
+      });
     });
   }
 
@@ -657,11 +665,12 @@ export class NbdSession {
       const size = Math.min(pieceBytes, lengthBytes - done);
       const last = done + size === lengthBytes;
       const offsetBytes = own.offsetBytes + done;
-      const buffer = this.#pool.take(headerBytes + size);
+      const buffer = this.#pool.take(HEADROOM_BYTES + size);
+      const start = HEADROOM_BYTES - headerBytes;
       let error: NbdErrno = NbdErrno.none;
       try {
-        await this.#target.read(offsetBytes, buffer.subarray(headerBytes, headerBytes + size));
-        this.#encodeReadHeader(buffer, 0, own, offsetBytes, size, last);
+        await this.#target.read(offsetBytes, buffer.subarray(HEADROOM_BYTES, HEADROOM_BYTES + size));
+        this.#encodeReadHeader(buffer, start, own, offsetBytes, size, last);
       } catch (cause) {
         error = this.#failed("read", own, cause);
       }
@@ -670,7 +679,9 @@ export class NbdSession {
         this.#pendingBytes -= pieceBytes;
       }
       const length = headerBytes + size;
-      await new Promise<void>((taken) => this.#answerLate({ buffer, length, request: own, error, taken }));
+      await new Promise<void>((taken) =>
+        this.#answerLate({ buffer, start, length, request: own, error, taken }),
+      );
       if (error !== NbdErrno.none) return;
       done += size;
     }
@@ -690,6 +701,7 @@ export class NbdSession {
     const buffer = this.#pool.take(statusChunkBytes(extents.length));
     this.#answerLate({
       buffer,
+      start: 0,
       length: encodeStatusChunk(buffer, 0, request, extents),
       request: { ...request },
       error: NbdErrno.none,
@@ -772,19 +784,20 @@ export class NbdSession {
   }
 
   /** False: the peer has to take something first. */
-  #putLate({ buffer, length, request, error }: Late): boolean {
+  #putLate({ buffer, start, length, request, error }: Late): boolean {
     if (buffer === undefined || error !== NbdErrno.none) {
       if (!this.#room(SMALL_REPLY_BYTES)) return false;
       this.#encodeReply(request, request.command, error);
     } else if (length <= COPY_BYTES) {
       if (!this.#room(length)) return false;
-      this.#output!.set(buffer.subarray(0, length), this.#outputEnd);
+      this.#output!.set(buffer.subarray(start, start + length), this.#outputEnd);
       this.#outputEnd += length;
     } else {
       this.#send();
       if (this.#blocked || this.#isClosed()) return false;
       this.#output = buffer;
-      this.#outputEnd = length;
+      this.#outputStart = start;
+      this.#outputEnd = start + length;
       this.#send();
       return true;
     }
