@@ -129,7 +129,8 @@ describe.skipIf(deps === undefined || swap === undefined)("guest memory in the h
     const change = await node.orchestrator.snapshot(id, {});
     const stored = await storedBytes(change.id);
     expect(stored).toBeGreaterThan(16 * MIB);
-    expect(stored).toBeLessThan(64 * MIB);
+    // The case allows 64 MiB; the whole buffer would be less.
+    expect(stored).toBeLessThan(40 * MIB);
 
     await swapOut(id);
     await node.orchestrator.pause(id);
