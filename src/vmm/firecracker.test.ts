@@ -321,6 +321,29 @@ test("the kernel command line takes the caller's word over ours, and has an end"
   expect(() => kernelCommandLine(["y".repeat(2048)])).toThrow("at most 2047");
 });
 
+test.each(["1.12.1", "1.13.2", "1.14.4", "1.15.1", "1.16.1", "1.17.0"])(
+  "release %s is spoken to by its own API, through a pause and a restore",
+  async (version) => {
+    const minor = Number(version.split(".")[1]);
+    const driver = driverFor(version);
+    const deviceStatePath = join(root, `${version}.state`);
+    {
+      await using vm = await driver.launch(specFor(`first-${version}`, { metadata: { instanceID: "a" } }));
+      await vm.pause();
+      await vm.saveDeviceState(deviceStatePath);
+      const bodies = new Map(requests(vm).map(({ path, body }) => [path, body]));
+      expect(bodies.get("/snapshot/create")).toMatchObject({ snapshot_type: "Diff" });
+      expect(bodies.get("/balloon")?.free_page_reporting).toBe(minor >= 14 ? true : undefined);
+    }
+    const spec = specFor(`then-${version}`, { metadata: { instanceID: "b" } });
+    await using vm = await driver.restore({ ...spec, deviceStatePath });
+    const load = requests(vm)[0]?.body ?? {};
+    expect(Object.keys(load)).toContain(minor >= 13 ? "track_dirty_pages" : "enable_diff_snapshots");
+    expect(Object.keys(load)).not.toContain(minor >= 13 ? "enable_diff_snapshots" : "track_dirty_pages");
+    expect((await driver.identity).vmmVersion).toBe(version);
+  },
+);
+
 describe("a VM", () => {
   test("boots with its configuration in the order upstream asks for", async () => {
     const spec = specFor("boot", { metadata: { instanceID: "i-1" } });
