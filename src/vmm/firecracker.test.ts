@@ -17,6 +17,7 @@ import { join, resolve } from "node:path";
 import pino from "pino";
 import { installAsset } from "../lib/assets.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
+import { Groups } from "./firecracker/cgroup.ts";
 import { kernelCommandLine } from "./firecracker/config.ts";
 import { staticTemplate } from "./firecracker/cpu-template.ts";
 import { checkMode } from "./firecracker/driver.ts";
@@ -64,10 +65,10 @@ const ROOT = resolve(import.meta.dir, "../..");
 const SEEN = ["/bin", "/lib", "/lib64", "/usr", "/proc", ROOT];
 const HOST = { kernel: [6, 12], shadowStacks: false } as const;
 
-function driverFor(version = "1.13.1", changes: Partial<FirecrackerDriverOptions> = {}) {
+function optionsFor(version: string): FirecrackerDriverOptions {
   const kernelPath = join(root, "vmlinux");
   writeFileSync(kernelPath, "kernel");
-  return createFirecrackerDriver({
+  return {
     binary: fakeBinary(version),
     kernelPath,
     kernelVersion: "6.12.0",
@@ -79,8 +80,11 @@ function driverFor(version = "1.13.1", changes: Partial<FirecrackerDriverOptions
     // What the fake needs to run: an interpreter and this checkout.
     alsoVisible: SEEN,
     log,
-    ...changes,
-  });
+  };
+}
+
+function driverFor(version = "1.13.1", changes: Partial<FirecrackerDriverOptions> = {}) {
+  return createFirecrackerDriver({ ...optionsFor(version), ...changes });
 }
 
 function specFor(name: string, changes: Partial<VmLaunchSpec> = {}): VmLaunchSpec {
@@ -199,6 +203,22 @@ test("a host and release that lose guests' shadow stacks are refused by name", (
   expect(use("1.16.1", linux("7.0.0"))()).toBe("1.16.1");
   expect(use("1.12.1", linux("6.17.9"))()).toBe("1.12.1");
   expect(use("1.12.1", linux("6.18.0", "fpu vme"))()).toBe("1.12.1");
+});
+
+test("control groups of version 2 have the controllers, and limits in their words", () => {
+  const mount = mkdtempSync(join(root, "cgroup-"));
+  writeFileSync(join(mount, "cgroup.controllers"), "cpu memory pids");
+  const groups = Groups.open("agentenv/node", mount);
+  expect(groups.make("vm", { memoryBytes: 2 ** 30, cpus: 2.5, processes: 40 })).toEqual([
+    join(mount, "agentenv/node/vm"),
+  ]);
+  const read = (path: string) => readFileSync(join(mount, path), "utf8");
+  for (const dir of ["", "agentenv", "agentenv/node"])
+    expect(read(`${dir}/cgroup.subtree_control`)).toBe("+cpu +memory +pids");
+  expect(read("agentenv/node/vm/cpu.max")).toBe("250000 100000");
+  expect(read("agentenv/node/vm/memory.max")).toBe(String(2 ** 30));
+  expect(read("agentenv/node/vm/pids.max")).toBe("40");
+  expect(groups.list()).toEqual(["vm"]);
 });
 
 describe("modes", () => {
@@ -490,6 +510,36 @@ describe("a VM", () => {
     await vm.kill();
     await other.kill();
     expect(jailsLeft()).toEqual([]);
+  });
+
+  test("has a control group with what its guest has and a little, as long as it runs", async () => {
+    const parent = `aenv-fc-test-${process.pid}`;
+    const mount = "/sys/fs/cgroup";
+    try {
+      Groups.open(parent).close();
+    } catch (error) {
+      console.log(`left out: no control groups can be made here (${error})`);
+      return;
+    }
+    const groups = () =>
+      readdirSync(mount, { recursive: true, withFileTypes: true })
+        .filter((entry) => entry.isDirectory() && join(entry.parentPath, entry.name).includes(`/${parent}`))
+        .map((entry) => join(entry.parentPath, entry.name));
+    {
+      await using driver = createFirecrackerDriver({ ...optionsFor("1.13.1"), cgroup: parent });
+      await using vm = await driver.launch(specFor("grouped"));
+      const name = vm.reference.jailDir!.split("/").at(-1)!;
+      expect(readFileSync(`/proc/${vm.reference.pid}/cgroup`, "utf8")).toContain(name);
+      const values = groups()
+        .filter((dir) => dir.endsWith(name))
+        .flatMap((dir) => ["memory.max", "memory.limit_in_bytes", "pids.max"].map((file) => join(dir, file)))
+        .filter((path) => existsSync(path))
+        .map((path) => readFileSync(path, "utf8").trim());
+      expect(values.toSorted()).toEqual(["33", String((128 + 256) * MiB)].toSorted());
+      await vm.kill();
+      expect(groups().filter((dir) => dir.endsWith(name))).toEqual([]);
+    }
+    expect(groups()).toEqual([]);
   });
 
   test("that writes without end to its console goes on, and fills no disk", async () => {

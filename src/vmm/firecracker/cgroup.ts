@@ -1,5 +1,5 @@
 import { existsSync, mkdirSync, readdirSync, rmdirSync, writeFileSync } from "node:fs";
-import { join } from "node:path";
+import { dirname, join } from "node:path";
 import { errorCode } from "../../lib/durable.ts";
 
 /** What a VMM may take of the host, its guest included. */
@@ -17,10 +17,12 @@ const PERIOD_US = 100_000;
 export class Groups {
   readonly #parents: readonly string[];
   readonly #unified: boolean;
+  readonly #mount: string;
 
-  private constructor(parents: readonly string[], unified: boolean) {
+  private constructor(parents: readonly string[], unified: boolean, mount: string) {
     this.#parents = parents;
     this.#unified = unified;
+    this.#mount = mount;
   }
 
   /** `parent` is a path below the mount. Throws where no groups with these controllers can be made. */
@@ -34,11 +36,11 @@ export class Groups {
         mkdirSync(dir, { recursive: true });
         writeFileSync(join(dir, "cgroup.subtree_control"), all);
       }
-      return new Groups([dir], true);
+      return new Groups([dir], true, mount);
     }
     const parents = CONTROLLERS.map((name) => join(mount, name, parent));
     for (const dir of parents) mkdirSync(dir, { recursive: true });
-    return new Groups(parents, false);
+    return new Groups(parents, false, mount);
   }
 
   /** Directories of a group, each of which a process joins. Made if need be. */
@@ -96,9 +98,23 @@ export class Groups {
     return [...new Set(names)];
   }
 
-  /** Removes the parent, too, unless there are groups in it. */
+  /** Removes the parents, too, up to one in which there are other groups. */
   close(): void {
-    this.remove(".");
+    for (const parent of this.#parents) {
+      for (let dir = parent; dir.startsWith(`${this.#mount}/`) && !this.#isRoot(dir); dir = dirname(dir)) {
+        try {
+          rmdirSync(dir);
+        } catch (error) {
+          if (!["EBUSY", "ENOTEMPTY", "ENOENT"].includes(errorCode(error) ?? "")) throw error;
+          break;
+        }
+      }
+    }
+  }
+
+  /** Version 1 has a tree for each controller. */
+  #isRoot(dir: string): boolean {
+    return !this.#unified && dirname(dir) === this.#mount;
   }
 
   #dirs(name: string): string[] {
