@@ -46,7 +46,9 @@ const MiB = 2 ** 20;
 
 beforeAll(async () => {
   await runCommand(["ip", "netns", "add", namespace]);
-  await runCommand(["ip", "-n", namespace, "tuntap", "add", "tap0", "mode", "tap"]);
+  // One for each of two that start at once: only one at a time can be given away.
+  for (const tap of ["tap0", "tap1"])
+    await runCommand(["ip", "-n", namespace, "tuntap", "add", tap, "mode", "tap"]);
 });
 afterAll(async () => {
   await tryCommand(["ip", "netns", "del", namespace], {});
@@ -428,7 +430,10 @@ describe("a VM", () => {
       await vm.pause();
       await vm.saveDeviceState(deviceStatePath);
     }
-    const specs = ["clone-a", "clone-b"].map((name) => specFor(name, { metadata: { instanceID: name } }));
+    const specs = ["clone-a", "clone-b"].map((name, i) => {
+      const plain = specFor(name, { metadata: { instanceID: name } });
+      return { ...plain, network: { ...plain.network, tapName: `tap${i}` } };
+    });
     const vms = await Promise.all(specs.map((spec) => driver.restore({ ...spec, deviceStatePath })));
     for (const [i, spec] of specs.entries()) {
       expect(requests(vms[i]!)).toMatchObject([
@@ -436,7 +441,7 @@ describe("a VM", () => {
           path: "/snapshot/load",
           body: {
             mem_backend: { backend_type: "File", backend_path: "/files/memory" },
-            network_overrides: [{ iface_id: "eth0", host_dev_name: "tap0" }],
+            network_overrides: [{ iface_id: "eth0", host_dev_name: `tap${i}` }],
             resume_vm: false,
           },
         },
