@@ -131,9 +131,26 @@ function mergedBound(topCount: number, bottomCount: number): number {
   return 2 * topCount + bottomCount;
 }
 
-/** The first `count` entries, in no more memory than they need. */
-export function cutColumns(columns: IndexColumns, count: number): FlatIndex {
-  if (count === columns.offsets.length) return { count, ...columns };
+/**
+ * The first `count` entries, in not much more memory than they need. `touched`: entries that were ever written to;
+ * what lies behind them in a big block is no memory yet, so such columns are kept as they are instead of copied.
+ */
+export function cutColumns(
+  columns: IndexColumns,
+  count: number,
+  touched = columns.offsets.length,
+): FlatIndex {
+  const size = columns.offsets.length;
+  if (count === size) return { count, ...columns };
+  if (size * FLAT_MAPPING_BYTES >= BIG_BYTES && count >= 0.75 * touched) {
+    return {
+      count,
+      offsets: columns.offsets.subarray(0, count),
+      lengths: columns.lengths.subarray(0, count),
+      moffsets: columns.moffsets.subarray(0, count),
+      tags: columns.tags.subarray(0, count),
+    };
+  }
   const out = newColumns(count);
   out.offsets.set(columns.offsets.subarray(0, count));
   out.lengths.set(columns.lengths.subarray(0, count));
@@ -148,7 +165,7 @@ export function mergeFlat(top: FlatIndex, bottom: FlatIndex): FlatIndex {
   if (bottom.count === 0) return top;
   const out = newColumns(mergedBound(top.count, bottom.count));
   const end = mergeColumns(top, 0, top.count, bottom, 0, bottom.count, out, 0);
-  return cutColumns(out, end);
+  return cutColumns(out, end, end);
 }
 
 /** The stack's one index: `indexes` bottom to top, each with its own tags already set. */
@@ -179,9 +196,13 @@ export function mergeInPlace(columns: IndexColumns, ends: readonly number[]): Fl
   let rest = ends.filter((end, i) => end > (ends[i - 1] ?? 0));
   let end = rest.at(-1) ?? 0;
   let to = newColumns(0);
+  let [fromTouched, toTouched] = [columns.offsets.length, 0];
   while (rest.length > 1) {
     // All but the cuts of bottom mappings in two fit into as much as there was; the bound is twice that.
-    if (to.offsets.length < 2 * end) to = newColumns(2 * end);
+    if (to.offsets.length < 2 * end) {
+      to = newColumns(2 * end);
+      toTouched = 0;
+    }
     const merged: number[] = [];
     let at = 0;
     for (let i = 0; i < rest.length; i += 2) {
@@ -194,6 +215,7 @@ export function mergeInPlace(columns: IndexColumns, ends: readonly number[]): Fl
     rest = merged;
     end = at;
     [from, to] = [to, from];
+    [fromTouched, toTouched] = [Math.max(toTouched, end), fromTouched];
   }
-  return cutColumns(from, end);
+  return cutColumns(from, end, fromTouched);
 }

@@ -165,6 +165,31 @@ describe("merged indexes", () => {
     expect(mergeAll([]).count).toBe(0);
   });
 
+  test("big indexes merge to all their entries, and to no memory they do not need", () => {
+    const per = 60_000;
+    const layers = Array.from({ length: 5 }, (_, layer) => {
+      const builder = new FlatIndexBuilder();
+      for (let i = 0; i < per; i++) builder.add((i * 5 + layer) * 2, 1, 8 + i, layer);
+      return builder.finish();
+    });
+    const merged = mergeAll(layers.toReversed());
+    expect(merged.count).toBe(5 * per);
+    for (const i of [0, 1, 4, 5, 149_999, 299_999]) {
+      expect(merged.offsets[i]).toBe(2 * i);
+      expect(merged.lengths[i]).toBe(1);
+      expect(merged.moffsets[i]).toBe(8 + Math.floor(i / 5));
+      expect(merged.tags[i]).toBe(i % 5);
+    }
+    for (const column of [merged.offsets, merged.lengths, merged.moffsets, merged.tags])
+      expect(column.length).toBe(merged.count);
+    // One mapping over all of it: what is left does not keep the memory of the rest.
+    const cover = new FlatIndexBuilder();
+    for (let at = 0; at < 10 * per; at += 16_000) cover.add(at, 16_000, 8, ZEROED_TAG | 9);
+    const hidden = mergeAll([cover.finish(), ...layers]);
+    expect(hidden.count).toBeLessThan(50);
+    expect(hidden.offsets.buffer.byteLength).toBeLessThan(1 << 20);
+  });
+
   test("a plan covers the request exactly, upper over base", () => {
     const random = testRandom();
     const SIZE = 2000;
