@@ -46,7 +46,13 @@ export class Daemon implements AsyncDisposable {
   }
 
   static async start(dir: string, ...flags: string[]): Promise<Daemon> {
-    const options = blockdOptions(dir, ...flags);
+    return await Daemon.startUnder([], dir, ...flags);
+  }
+
+  /** `prefix`: a command that runs the daemon's. */
+  static async startUnder(prefix: readonly string[], dir: string, ...flags: string[]): Promise<Daemon> {
+    const plain = blockdOptions(dir, ...flags);
+    const options = { ...plain, argv: [...prefix, ...plain.argv] };
     const child = spawnDaemon(options);
     const client = await connectBlockd(options.socketPath, { connectPatienceMs: 30_000, timeoutMs: 60_000 });
     return new Daemon(options, child, client);

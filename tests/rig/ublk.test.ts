@@ -1,6 +1,6 @@
 import { afterAll, afterEach, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import { randomBytes } from "node:crypto";
-import { existsSync, statSync, writeFileSync } from "node:fs";
+import { chmodSync, chownSync, existsSync, statSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import type { DeviceInfo, ExportKind } from "../../src/storage/blockd/index.ts";
 import { BufferPool } from "../../src/storage/export/nbd/index.ts";
@@ -331,6 +331,40 @@ test("devices that a dead daemon left behind go at the next start, those of othe
   await using server = UblkServer.open(new BufferPool());
   await server.discard(ublkStamp("/somewhere/else"), foreign);
   expect(ublkNodes()).toEqual([]);
+});
+
+test("a service's user serves devices with CAP_SYS_ADMIN and the rule of setup --host, and is told without", async () => {
+  const USER = 65_534;
+  using own = scratch("user");
+  chownSync(own.dir, USER, USER);
+  // There is no udev here: this does what the rule says.
+  const ruled = setInterval(() => {
+    for (const name of ["ublk-control", ...ublkNodes()]) {
+      const node = `/dev/${name}`;
+      if (statSync(node, { throwIfNoEntry: false })?.gid === 0) {
+        chownSync(node, 0, USER);
+        chmodSync(node, 0o660);
+      }
+    }
+  }, 5);
+  using _ruled = { [Symbol.dispose]: () => clearInterval(ruled) };
+  // The checkout may lie where only root looks: reading is not what is tried here.
+  const as = (...more: string[]) => {
+    const capabilities = ["-all", "+dac_read_search", ...more].join(",");
+    return [
+      ...["setpriv", `--reuid=${USER}`, `--regid=${USER}`, "--clear-groups"],
+      ...[`--inh-caps=${capabilities}`, `--ambient-caps=${capabilities}`, "--no-new-privs", "--"],
+    ];
+  };
+  await using theirs = await Daemon.startUnder(as("+sys_admin"), own.dir, "--workers", "1");
+  const disk = await theirs.blank("theirs", "ublk", 16 * MiB);
+  await qemuIo(disk, "write -P 5 1M 1M", "flush", "read -P 5 1M 1M");
+  await theirs.client.release("theirs");
+  const probe = [join(import.meta.dir, "../../dist/agentenv"), "blockd", "--probe-ublk"];
+  expect(JSON.parse(await run([...as(), ...probe]))).toMatchObject({
+    usable: false,
+    cure: expect.stringContaining("CAP_SYS_ADMIN"),
+  });
 });
 
 test("FR-94: at the limit of devices further ones are refused at once, and the log stays small", async () => {
