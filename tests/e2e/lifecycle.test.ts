@@ -3,6 +3,7 @@ import { readdir, readFile } from "node:fs/promises";
 import { join } from "node:path";
 import { CommandExitError, Sandbox } from "e2b";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
+import { eventually } from "../support/eventually.ts";
 import { OutsideHost } from "../support/outside.ts";
 import { hostObjects, TestServer } from "../support/server.ts";
 
@@ -242,7 +243,7 @@ describe("pause, kill -9 of the server, resume", () => {
     const process_ = await sandbox.commands.run(script, { background: true, timeoutMs: 0 });
     pid = process_.pid;
     await sandbox.files.write("/root/kept", "on disk");
-    for (let i = 0; i < 100 && !(await sandbox.files.exists("/tmp/counter")); i++) await Bun.sleep(100);
+    await eventually("it counts", () => sandbox.files.exists("/tmp/counter"));
     counted = await counter(sandbox);
     expect(await sandbox.pause()).toBe(true);
     expect(await sandbox.pause()).toBe(false);
@@ -262,12 +263,7 @@ describe("pause, kill -9 of the server, resume", () => {
     const processes = await sandbox.commands.list();
     expect(processes.map((process_) => process_.pid)).toContain(pid);
     expect(await sandbox.files.read("/root/kept")).toBe("on disk");
-    let now = await counter(sandbox);
-    for (let i = 0; i < 100 && now <= counted; i++) {
-      await Bun.sleep(200);
-      now = await counter(sandbox);
-    }
-    expect(now).toBeGreaterThan(counted);
+    await eventually("it counts on", async () => (await counter(sandbox)) > counted);
   }, 120_000);
 
   test("its clock is right with the first command", async () => {
@@ -359,7 +355,9 @@ test("a VMM that is killed is noticed; the sandbox is gone and clients are told"
     () => "ended",
     () => "failed",
   );
-  await Bun.sleep(500);
+  await eventually("it runs", async () =>
+    (await victim.commands.list()).some(({ args }) => args.join(" ").includes("sleep 600")),
+  );
   const live = (await hostObjects(server)).filter((line) => line.includes("qemu"));
   let pid: number | undefined;
   for (const line of live) {
@@ -370,17 +368,15 @@ test("a VMM that is killed is noticed; the sandbox is gone and clients are told"
   expect(pid).toBeDefined();
   process.kill(pid!, "SIGKILL");
   expect(await outcome).toBe("failed");
-  for (let i = 0; i < 50; i++) {
+  await eventually("the server knows it no more", async () => {
     const state = await fetch(`${server.url}/sandboxes/${victim.sandboxId}`, {
       headers: { "x-api-key": connection.apiKey },
     });
-    if (state.status === 404) break;
-    await Bun.sleep(100);
-  }
+    return state.status === 404;
+  });
   expect(await victim.isRunning()).toBe(false);
   // A deletion that meets the clean-up joins it; after that the sandbox is unknown.
-  for (let i = 0; i < 50 && (await victim.kill()); i++) await Bun.sleep(100);
-  expect(await victim.kill()).toBe(false);
+  await eventually("it is unknown", async () => !(await victim.kill()));
 }, 120_000);
 
 test("the command line runs commands with their output and status", async () => {
@@ -435,7 +431,7 @@ test("a database that is written all the time stays whole over pauses and in for
   await source.files.write("/root/write.py", writer.join("\n"));
   await source.files.write("/root/check.py", check.join("\n"));
   await source.commands.run("python3 /root/write.py", { background: true, timeoutMs: 0 });
-  for (let i = 0; i < 100 && !(await source.files.exists("/root/w.db-wal")); i++) await Bun.sleep(50);
+  await eventually("it writes", () => source.files.exists("/root/w.db-wal"));
   const whole = async (target: Sandbox): Promise<number> => {
     const said = (await target.commands.run("python3 /root/check.py; dmesg | grep -ci 'ext4.*error'; true"))
       .stdout;
@@ -518,7 +514,7 @@ test("a server killed under running sandboxes: the next one has them, with their
   const id = sandbox.sandboxId;
   const script = "n=0; while :; do n=$((n+1)); echo $n > /tmp/n.new; mv /tmp/n.new /tmp/n; sleep 0.1; done";
   const { pid } = await sandbox.commands.run(script, { background: true, timeoutMs: 0 });
-  for (let i = 0; i < 100 && !(await sandbox.files.exists("/tmp/n")); i++) await Bun.sleep(100);
+  await eventually("it counts", () => sandbox.files.exists("/tmp/n"));
   const before = await Sandbox.getInfo(id, connection);
   const vms = (await hostObjects(server)).filter((line) => line.includes("qemu"));
   await server.kill9();
@@ -537,8 +533,7 @@ test("a server killed under running sandboxes: the next one has them, with their
   expect((await hostObjects(server)).filter((line) => line.includes("qemu"))).toEqual(vms);
   expect((await sandbox.commands.list()).map((process_) => process_.pid)).toContain(pid);
   const counted = Number(await sandbox.files.read("/tmp/n"));
-  for (let i = 0; i < 100 && Number(await sandbox.files.read("/tmp/n")) <= counted; i++) await Bun.sleep(100);
-  expect(Number(await sandbox.files.read("/tmp/n"))).toBeGreaterThan(counted);
+  await eventually("it counts on", async () => Number(await sandbox.files.read("/tmp/n")) > counted);
   expect(await sandbox.files.read("/root/kept")).toBe("on disk");
   // It is this server's as any other: it pauses, resumes, and is deleted.
   await sandbox.pause();
