@@ -1,4 +1,5 @@
 import { expect, test } from "bun:test";
+import { Writable } from "node:stream";
 import pino from "pino";
 import type { NetworkService, NetworkSlot } from "../network/types.ts";
 import type { PreparedVm, VmmDriver, VmNetwork } from "../vmm/types.ts";
@@ -78,6 +79,62 @@ test("one that ended meanwhile is removed, and its slot with it", async () => {
   expect(taken?.vm.usable).toBe(true);
   expect(slots.has(first!)).toBe(false);
   expect(vms.has(first!)).toBe(false);
+});
+
+/** The same parts whose disposals fail once the work is done, and what is logged. */
+function unruly(fails: { vm?: boolean; slot?: boolean; prepare?: boolean }) {
+  const { slots, vms, network, vmm } = parts(() => fails.prepare === true);
+  const failing = <T extends AsyncDisposable>(one: T, wrong: () => boolean, what: string): T => {
+    const dispose = one[Symbol.asyncDispose].bind(one);
+    return Object.defineProperty(one, Symbol.asyncDispose, {
+      value: async () => {
+        if (wrong() && what !== "slot") throw new Error(`${what} stays`);
+        await dispose();
+        if (wrong()) throw new Error(`${what} stays`);
+      },
+    });
+  };
+  const lines: string[] = [];
+  const sink = new Writable({
+    write: (chunk, _, done) => {
+      lines.push(String(chunk));
+      done();
+    },
+  });
+  return {
+    ...{ slots, vms, lines },
+    network: {
+      acquire: async () => failing(await network.acquire(), () => fails.slot === true, "slot"),
+    } as unknown as NetworkService,
+    vmm: {
+      prepare: async (at: VmNetwork) => failing(await vmm.prepare!(at), () => fails.vm === true, "process"),
+    } as unknown as VmmDriver,
+    log: pino({ base: null }, sink),
+  };
+}
+
+test("a process that cannot be removed takes neither its slot with it nor the caller's start", async () => {
+  const fails = { vm: false, slot: false };
+  const { slots, vms, lines, ...made } = unruly(fails);
+  await using pool = createVmPool({ ...made, pool: { lowWatermark: 1, highWatermark: 1 } });
+  await pool?.start(5000);
+  const [first] = vms.keys();
+  vms.get(first!)!.ended = true;
+  fails.vm = true;
+  const taken = await pool?.take();
+  expect(taken?.slot.index).not.toBe(first);
+  expect(slots.has(first!)).toBe(false);
+  expect(lines.filter((line) => line.includes("process stays"))).toHaveLength(1);
+  fails.vm = false;
+});
+
+test("a slot that cannot be removed hides not why its process did not start", async () => {
+  const { lines, ...made } = unruly({ prepare: true, slot: true });
+  await using pool = createVmPool({ ...made, pool: { lowWatermark: 1, highWatermark: 1 } });
+  await pool?.start(50);
+  expect(await pool?.take()).toBeUndefined();
+  expect(lines.some((line) => line.includes("no process can be started"))).toBe(true);
+  expect(lines.some((line) => line.includes("slot stays"))).toBe(true);
 });
 
 test("what cannot be started costs nobody anything, and is tried again", async () => {

@@ -29,8 +29,16 @@ export function createVmPool(parts: {
   if (vmm.prepare === undefined) return undefined;
   const prepare = vmm.prepare.bind(vmm);
   const destroy = async ({ vm, slot }: WarmVm): Promise<void> => {
-    await vm[Symbol.asyncDispose]();
-    await slot[Symbol.asyncDispose]();
+    const errors: unknown[] = [];
+    // The slot goes even if the process in it could not be ended: nobody else would remove it.
+    for (const part of [vm, slot]) {
+      try {
+        await part[Symbol.asyncDispose]();
+      } catch (error) {
+        errors.push(error);
+      }
+    }
+    if (errors.length > 0) throw new AggregateError(errors, "a waiting VMM process could not be removed");
   };
   const create = async (): Promise<WarmVm> => {
     const slot = await network.acquire();
@@ -38,7 +46,14 @@ export function createVmPool(parts: {
       const { netnsPath, tapName, macAddress } = slot;
       return { slot, vm: await prepare({ netnsPath, tapName, macAddress }) };
     } catch (error) {
-      await slot[Symbol.asyncDispose]();
+      try {
+        await slot[Symbol.asyncDispose]();
+      } catch (cleanup) {
+        log.warn(
+          { err: cleanup },
+          "the network slot of a VMM process that did not start could not be removed",
+        );
+      }
       throw error;
     }
   };
@@ -55,7 +70,10 @@ export function createVmPool(parts: {
         const entry = pool?.take();
         if (entry === undefined || entry.vm.usable) return entry;
         log.warn("a VMM process that waited for its VM has ended");
-        await destroy(entry);
+        // Not the caller's trouble: there are others, or it starts a process of its own.
+        await destroy(entry).catch((error: unknown) =>
+          log.error({ err: error }, "what was left of a waiting VMM process could not be removed"),
+        );
       }
     },
     get idle() {
