@@ -32,6 +32,9 @@ for (const [what, drives] of Object.entries({
   "white space": [drive({ mountPath: "/a\tb" })],
   "a comma": [drive({ mountPath: "/a,b" })],
   "a colon": [drive({ mountPath: "/a:b" })],
+  "a quotation mark": [drive({ mountPath: '/a"b' })],
+  "letters beyond ASCII": [drive({ mountPath: "/données" })],
+  "a control character": [drive({ mountPath: "/a\u007fb" })],
   "the parent directory": [drive({ mountPath: "/a/../proc" })],
   "a system directory": [drive({ mountPath: "/proc" })],
   "a place in a system directory": [drive({ mountPath: "/run/x" })],
@@ -41,6 +44,9 @@ for (const [what, drives] of Object.entries({
   "an absolute sub path": [drive({ subPath: "/etc" })],
   "a sub path upwards": [drive({ subPath: "a/../../b" })],
   "a sub path with a comma": [drive({ subPath: "a,vdz" })],
+  "a sub path with a quotation mark": [drive({ subPath: 'a"' })],
+  "a sub path beyond ASCII": [drive({ subPath: "ä" })],
+  "an id that makes a path beyond ASCII": [drive({ driveId: "ü" })],
   "too many": Array.from({ length: 25 }, (_, i) => drive({ driveId: `d${i}` })),
 })) {
   test(`refused by name: ${what}`, () => {

@@ -7,8 +7,12 @@ export const MAX_ATTACHED_DRIVES = 24;
 const RESERVED_IDS = new Set(["rootfs", "user_rootfs"]);
 /** Where the guest's system lives. */
 const SYSTEM_PATHS = ["/proc", "/sys", "/dev", "/run", "/agentenv", "/opt/agentenv"];
-/** They separate words of the guest's boot line. */
-const UNFIT = /[\s,:\p{Cc}]/u;
+/**
+ * All but printable ASCII, and what has a meaning on the guest's boot line: comma and colon separate drives and their
+ * fields, a quotation mark joins words (`next_arg` of Linux's lib/cmdline.c).
+ */
+const UNFIT = /[^!-~]|[",:]/;
+const UNFIT_SAID = 'has white space, a comma, a colon, a ", characters beyond ASCII or dots for a directory';
 
 /** A drive as it will be mounted: every field has its value. */
 export interface PlannedDrive extends AttachedDriveRequest {
@@ -44,9 +48,7 @@ export function plannedDrives(drives: readonly AttachedDriveRequest[]): PlannedD
     const mountPath = wanted.replace(/\/+/g, "/").replace(/(.)\/$/, "$1");
     if (!mountPath.startsWith("/") || mountPath === "/") throw say("mountPath must be absolute and not /");
     if (UNFIT.test(mountPath) || hasDots(mountPath)) {
-      throw say(
-        `mountPath ${JSON.stringify(wanted)} has white space, a comma, a colon or dots for a directory`,
-      );
+      throw say(`mountPath ${JSON.stringify(wanted)} ${UNFIT_SAID}`);
     }
     const taken = SYSTEM_PATHS.find((path) => within(mountPath, path) || within(path, mountPath));
     if (taken !== undefined) throw say(`mountPath ${mountPath} is in the way of ${taken}`);
@@ -55,9 +57,7 @@ export function plannedDrives(drives: readonly AttachedDriveRequest[]): PlannedD
     if (subPath !== undefined) {
       if (subPath === "" || subPath.startsWith("/")) throw say("subPath must be relative and not empty");
       if (UNFIT.test(subPath) || hasDots(subPath)) {
-        throw say(
-          `subPath ${JSON.stringify(subPath)} has white space, a comma, a colon or dots for a directory`,
-        );
+        throw say(`subPath ${JSON.stringify(subPath)} ${UNFIT_SAID}`);
       }
     }
     planned.push({ ...drive, mountPath });
