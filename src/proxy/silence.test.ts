@@ -147,7 +147,8 @@ async function silentStreams(proxy: number, silenceMs: number, rounds: number): 
 }
 
 test("FR-89: no limit of the proxy is in force on an open stream", async () => {
-  const ms = 150;
+  // Proxy, service and client are one process: what it does in between must not look like silence.
+  const ms = 1000;
   const proxy = startProxy({
     headMs: ms,
     idleMs: ms,
@@ -161,7 +162,7 @@ test("FR-89: no limit of the proxy is in force on an open stream", async () => {
   const mute = connect(proxy, "127.0.0.1");
   open.sockets.push(mute);
   const cut = peer(mute);
-  await silentStreams(proxy, 1500, 2);
+  await silentStreams(proxy, 3000, 1);
   expect(cut.closed()).toBeTrue();
 }, 20_000);
 
