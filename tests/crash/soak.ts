@@ -227,16 +227,18 @@ class Soak {
       const before = this.#disturbances;
       const said = await this.#exec(
         model.id,
-        "cat /disk /dev/shm/memory; kill -0 $(cat /dev/shm/pid) && echo alive",
+        // Those with an attached drive have it there, too.
+        "cat /disk /dev/shm/memory; cat /drive/disk 2> /dev/null || cat /disk; kill -0 $(cat /dev/shm/pid) && echo alive",
       );
       if (said !== undefined) {
-        const [disk, memory, process_] = said.split("\n");
+        const [disk, memory, drive, process_] = said.split("\n");
         this.#checks += 1;
-        const right = disk !== undefined && model.contents.has(disk) && disk === memory;
+        const same = disk === memory && disk === drive;
+        const right = disk !== undefined && model.contents.has(disk) && same;
         if (!right || process_ !== "alive") {
           const expected = [...model.contents].join(" or ");
           this.#violation(
-            `${model.id} holds ${JSON.stringify(said.split("\n"))}, expected ${expected} twice and alive`,
+            `${model.id} holds ${JSON.stringify(said.split("\n"))}, expected ${expected} three times and alive`,
           );
         } else model.contents = new Set([disk]);
         return;
@@ -324,6 +326,12 @@ class Soak {
           ? this.#call("POST", "/sandboxes-cold", {
               ...{ image: this.#image, cpuCount: 1, memoryMB: 192 },
               ...{ timeout: 3600, secure: true },
+              attachedDrives: [
+                {
+                  ...{ driveID: "work", mountPath: "/drive", readOnly: false },
+                  source: { image: this.#image },
+                },
+              ],
             })
           : this.#call("POST", "/v2/sandboxes", {
               templateID: snapshot?.id ?? "soak",
@@ -346,7 +354,7 @@ class Soak {
   async #write(model: Model, first = false): Promise<void> {
     const content = this.#newContent();
     const process_ = first ? "(while true; do sleep 1; done) >/dev/null 2>&1 & echo $! > /dev/shm/pid; " : "";
-    const script = `mkdir -p /dev/shm; ${process_}echo ${content} > /dev/shm/memory; echo ${content} > /disk; sync; echo done`;
+    const script = `mkdir -p /dev/shm; ${process_}echo ${content} > /dev/shm/memory; echo ${content} > /disk; [ ! -d /drive ] || echo ${content} > /drive/disk; sync; echo done`;
     for (let attempt = 0; ; attempt++) {
       const said = await this.#exec(model.id, script);
       if (said?.endsWith("done") === true) {
