@@ -7,6 +7,7 @@ import { bindShim } from "./lib.ts";
 const shim = bindShim({
   aenv_mapped_open: { args: ["i32", "f64"], returns: "ptr" },
   aenv_mapped_close: { args: ["ptr"], returns: "void" },
+  aenv_mapped_set_clock: { args: ["ptr", "f64"], returns: "void" },
   aenv_mapped_counts: { args: ["ptr", "ptr"], returns: "void" },
   aenv_mapped_zfile_read: {
     args: ["ptr", "ptr", "u32", "u32", "f64", "ptr", "u32", "u32", "ptr", "f64", "u32", "u32", "ptr", "u32"],
@@ -38,8 +39,9 @@ export class MappedFile implements Disposable {
 
   /**
    * Decodes `count` blocks whose stored bytes lie one behind the other from `offsetBytes` of the file on, `stored[i]`
-   * bytes each: to `blockBytes` each and `lastBytes` of the last, one behind the other from `targetOffset` on. Never
-   * waits for a disk without `wait`. `scratch`: memory for what has to be read first.
+   * bytes each: to `blockBytes` each and `lastBytes` of the last, one behind the other from `targetOffset` on. Without
+   * `wait` nothing is read that is not in memory; what was seen there within the last 2 to 4 s is decoded where it
+   * lies, which waits for the disk if the kernel has dropped it since. `scratch`: memory for what has to be read first.
    */
   readBlocks(
     codec: Codec,
@@ -92,6 +94,12 @@ export class MappedFile implements Disposable {
     const counts = new Float64Array(new ArrayBuffer(16));
     shim.aenv_mapped_counts(this.#handle, counts);
     return { mapped: counts[0]!, read: counts[1]! };
+  }
+
+  /** For tests: the time stands at so many seconds until it is set again; -1: the clock. */
+  setClock(seconds: number): void {
+    if (this.#handle === undefined) throw new Error("mapped file: used after dispose");
+    shim.aenv_mapped_set_clock(this.#handle, seconds);
   }
 
   [Symbol.dispose](): void {

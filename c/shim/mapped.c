@@ -24,8 +24,13 @@ struct mapped {
 	const char *bytes;
 	size_t size;
 	int32_t fd;
-	/* When each page was last seen in memory, in steps of EPOCH_SECONDS; 0: never. */
-	uint8_t *seen;
+	/*
+	 * When each page was last seen in memory, in steps of EPOCH_SECONDS; 0: never. Nothing ages these, so they must
+	 * not come round while a file is open: 32 bits last for centuries, at a thousandth of the file's size.
+	 */
+	uint32_t *seen;
+	/* Seconds, in place of the clock; for tests. Negative: the clock. */
+	double clock;
 	double hits, reads;
 };
 
@@ -99,8 +104,9 @@ AENV_EXPORT void *aenv_mapped_open(int32_t fd, double length)
 	if (mapped == NULL)
 		return NULL;
 	mapped->fd = fd;
+	mapped->clock = -1;
 	mapped->size = (size_t)length;
-	mapped->seen = calloc((mapped->size >> PAGE_SHIFT) + 1, 1);
+	mapped->seen = calloc((mapped->size >> PAGE_SHIFT) + 1, sizeof *mapped->seen);
 	if (mapped->seen == NULL) {
 		aenv_mapped_close(mapped);
 		return NULL;
@@ -168,12 +174,26 @@ static int32_t decode_mapped(const struct mapped *mapped, const struct run *run,
 	return result;
 }
 
-/* Steps of time from 1 to 255 and from the start again. */
-static uint32_t epoch_now(void)
+AENV_EXPORT void aenv_mapped_set_clock(void *handle, double seconds)
 {
+	struct mapped *mapped = handle;
+	mapped->clock = seconds;
+}
+
+/* Steps of time since the machine started, from 1. */
+static uint32_t epoch_now(const struct mapped *mapped)
+{
+	if (mapped->clock >= 0)
+		return (uint32_t)(mapped->clock / EPOCH_SECONDS) + 1;
 	struct timespec now;
 	clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-	return (uint32_t)(now.tv_sec / EPOCH_SECONDS % 255) + 1;
+	return (uint32_t)(now.tv_sec / EPOCH_SECONDS) + 1;
+}
+
+static void set_seen(struct mapped *mapped, size_t first, size_t last, uint32_t epoch)
+{
+	for (size_t page = first; page <= last; page++)
+		mapped->seen[page] = epoch;
 }
 
 AENV_EXPORT int32_t aenv_mapped_zfile_read(void *handle, void *codec, uint32_t algorithm, uint32_t verify,
@@ -191,17 +211,17 @@ AENV_EXPORT int32_t aenv_mapped_zfile_read(void *handle, void *codec, uint32_t a
 		return -EINVAL;
 	const size_t start = (size_t)offset;
 	const size_t first = start >> PAGE_SHIFT, last = (start + stored - 1) >> PAGE_SHIFT;
-	const uint32_t now = epoch_now(), before = now == 1 ? 255 : now - 1;
+	const uint32_t now = epoch_now(mapped);
 	bool fresh = true;
 	for (size_t page = first; page <= last && fresh; page++)
-		fresh = mapped->seen[page] == now || mapped->seen[page] == before;
+		fresh = mapped->seen[page] != 0 && now - mapped->seen[page] <= 1;
 	if (fresh) {
 		int32_t result = decode_mapped(mapped, &run, start);
 		if (result != 1) {
 			mapped->hits++;
 			return result;
 		}
-		memset(mapped->seen + first, 0, last - first + 1);
+		set_seen(mapped, first, last, 0);
 	}
 	if (stored > capacity)
 		return -E2BIG;
@@ -212,6 +232,6 @@ AENV_EXPORT int32_t aenv_mapped_zfile_read(void *handle, void *codec, uint32_t a
 	if ((uint64_t)got < stored)
 		return -ENODATA;
 	mapped->reads++;
-	memset(mapped->seen + first, (int)now, last - first + 1);
+	set_seen(mapped, first, last, now);
 	return decode_run(&run, scratch);
 }

@@ -12,8 +12,9 @@ export interface ReadSource extends Disposable {
   readonly sizeBytes: number;
   read(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): void;
   /**
-   * Like `read`, but never waits for a disk: false when bytes are not in memory, with arbitrary content in the
-   * target.
+   * Like `read`, but does not wait for a disk: false when bytes are not in memory, with arbitrary content in the
+   * target. Compressed bytes that the kernel dropped within seconds of their last use are the exception, see
+   * c/shim/mapped.h.
    */
   tryRead(offsetBytes: number, target: Uint8Array, targetOffset: number, lengthBytes: number): boolean;
   /** Calls `visit` for what of which open files `read` would take the bytes from. */

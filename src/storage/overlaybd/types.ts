@@ -47,7 +47,10 @@ export interface LayerStack extends Disposable {
   readonly image: ImageConfig;
   /** Fills `target` from `offsetBytes`. Holes and zeroed ranges read as zeros. */
   read(offsetBytes: number, target: Uint8Array): void;
-  /** Like `read`, but never waits for a disk: false when it would, with arbitrary content in `target`. */
+  /**
+   * Like `read`, but does not wait for a disk: false when it would, with arbitrary content in `target`. The exception
+   * are bytes of compressed layers that the kernel dropped within seconds of their last use, see c/shim/mapped.h.
+   */
   tryRead(offsetBytes: number, target: Uint8Array): boolean;
   /**
    * Tells which parts of which open files the bytes lie in (compressed layers: are made from). With these in
