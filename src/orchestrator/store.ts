@@ -3,7 +3,7 @@ import { mkdirSync } from "node:fs";
 import { dirname } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
-import type { CapturedState } from "../sandbox/types.ts";
+import { type CapturedState, isStateVersion } from "../sandbox/types.ts";
 import type { StartupContext } from "../snapshot/types.ts";
 import type { SandboxRecord } from "./types.ts";
 
@@ -79,7 +79,11 @@ export class SandboxStore implements Disposable {
     for (const row of rows) {
       try {
         const document = JSON.parse(row.document) as Partial<PausedDocument>;
-        if (document.version !== 1 || document.record?.id !== row.id || document.state?.version !== 1) {
+        if (
+          document.version !== 1 ||
+          document.record?.id !== row.id ||
+          !isStateVersion(document.state?.version)
+        ) {
           throw new Error(`not a record of version 1 of sandbox ${row.id}`);
         }
         documents.push(document as PausedDocument);

@@ -405,6 +405,7 @@ describe("capture", () => {
       boot.drives.map(({ lowers: _, ...drive }) => drive),
     );
     expect(point.drives?.map(({ lowers }) => lowers.length)).toEqual([2, 1]);
+    expect(point.version).toBe(2);
     expect(point.drives?.[0]?.lowers[1]?.file).toStartWith(join(home, "point"));
 
     const next = open();

@@ -42,17 +42,18 @@ import {
   readLive,
   writeLive,
 } from "./live.ts";
-import type {
-  AttachedDrive,
-  BootSpec,
-  Capture,
-  CapturedState,
-  DiskImage,
-  GuestIdentity,
-  PhaseTimings,
-  ResumeSpec,
-  RunningSandbox,
-  SandboxFactory,
+import {
+  type AttachedDrive,
+  type BootSpec,
+  type Capture,
+  type CapturedState,
+  type DiskImage,
+  type GuestIdentity,
+  type PhaseTimings,
+  type ResumeSpec,
+  type RunningSandbox,
+  type SandboxFactory,
+  stateVersion,
 } from "./types.ts";
 import type { VmPool } from "./vm-pool.ts";
 
@@ -879,7 +880,7 @@ class Running implements RunningSandbox {
     const [rootfs] = images;
     assert(rootfs !== undefined, "a sandbox has a root disk");
     const state: CapturedState = {
-      version: 1,
+      version: stateVersion(drives),
       vm: await factory.vmm.identity,
       shape: this.#shape,
       deviceStatePath: taken.deviceStatePath,

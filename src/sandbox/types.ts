@@ -28,7 +28,8 @@ export interface AttachedDrive extends DiskImage {
  * paths absolute. Enough to start any number of VMs from; nothing in it is ever written again.
  */
 export interface CapturedState {
-  readonly version: 1;
+  /** See {@link stateVersion}; a state with drives of version 1 is understood. */
+  readonly version: StateVersion;
   readonly vm: VmIdentity;
   readonly shape: VmShape;
   readonly deviceStatePath: string;
@@ -38,6 +39,20 @@ export interface CapturedState {
   readonly drives?: readonly AttachedDrive[];
   /** Version the agent in the guest reported. */
   readonly envdVersion: string;
+}
+
+export type StateVersion = 1 | 2;
+
+/**
+ * Version of a state to store, and of a record around it: 2 with attached drives. A program that knows of none would
+ * lose them, and remove their layers: it must not take the state for one it understands.
+ */
+export function stateVersion(drives: readonly unknown[] | undefined): StateVersion {
+  return drives === undefined || drives.length === 0 ? 1 : 2;
+}
+
+export function isStateVersion(version: unknown): version is StateVersion {
+  return version === 1 || version === 2;
 }
 
 /** Every layer of a state: of its disks and of its memory. */

@@ -101,6 +101,7 @@ test("a committed snapshot needs nothing of the capture and reads back complete"
   expect(read!.committed!.context.envVars).toEqual({ A: "1" });
   const stored = readFileSync(join(root, "repository/catalog/records", `${made.id}.json`), "utf8");
   expect(stored).not.toContain(root);
+  expect([JSON.parse(stored).version, JSON.parse(stored).committed.state.version]).toEqual([1, 1]);
 });
 
 test("attached drives are stored with the snapshot, and their layers kept as long as it", async () => {
@@ -114,6 +115,10 @@ test("attached drives are stored with the snapshot, and their layers kept as lon
   rmSync(join(root, "capture"), { recursive: true });
   const manifest = JSON.parse(readFileSync(join(root, "repository/snapshots", id, "manifest.json"), "utf8"));
   expect(manifest.attachedDrives).toEqual([{ ...described, virtualSize: 2 << 30 }]);
+  // A program that knows of no drives would remove their layers: it must find a record it does not understand.
+  const path = join(root, "repository/catalog/records", `${id}.json`);
+  const record = JSON.parse(readFileSync(path, "utf8"));
+  expect([record.version, record.committed.state.version]).toEqual([2, 2]);
   const fresh = createPosixRepository({ root: join(root, "repository"), log, collectGraceMs: 0 });
   const { drives, rootfs } = (await fresh.get(id))!.committed!.state;
   expect(drives).toEqual(made.committed!.state.drives!);
@@ -121,6 +126,16 @@ test("attached drives are stored with the snapshot, and their layers kept as lon
   expect(drives![0]!.lowers[0]).toEqual(rootfs.lowers[0]!);
   expect(readFileSync(drives![0]!.lowers[1]!.file, "utf8")).toBe("of the drive");
   expect(await fresh.collect(new Set())).toEqual({ removedFiles: 0, removedBytes: 0 });
+  // As they were written before: understood, and written anew when the record changes.
+  record.version = 1;
+  record.committed.state.version = 1;
+  writeFileSync(path, JSON.stringify(record));
+  await fresh.bindAlias("driven", id);
+  expect((await fresh.get(id))!.committed!.state.drives).toEqual(drives!);
+  expect(JSON.parse(readFileSync(path, "utf8")).version).toBe(2);
+  writeFileSync(path, JSON.stringify({ ...record, version: 3 }));
+  await expect(fresh.collect(new Set())).rejects.toMatchObject({ code: "snapshot_record_invalid" });
+  writeFileSync(path, JSON.stringify(record));
   await fresh.delete(id);
   expect((await fresh.collect(new Set())).removedFiles).toBe(4);
 });

@@ -15,7 +15,14 @@ import { AenvError, assert } from "../lib/errors.ts";
 import { FileLock } from "../lib/file-lock.ts";
 import { isUuid } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
-import { type AttachedDrive, type CapturedState, stateLayers } from "../sandbox/types.ts";
+import {
+  type AttachedDrive,
+  type CapturedState,
+  isStateVersion,
+  type StateVersion,
+  stateLayers,
+  stateVersion,
+} from "../sandbox/types.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import { formatName, parseAlias, parseName } from "./names.ts";
 import type { SnapshotLease, SnapshotRecord, SnapshotRepository } from "./types.ts";
@@ -59,7 +66,8 @@ type StoredState = Omit<CapturedState, "deviceStatePath" | "memory" | "rootfs" |
 };
 
 type StoredRecord = Omit<SnapshotRecord, "committed"> & {
-  readonly version: 1;
+  /** That of the state in it, 1 without one: a reader knows all of a record's layers, or refuses the record. */
+  readonly version: StateVersion;
   readonly committed?: Omit<NonNullable<SnapshotRecord["committed"]>, "state"> & {
     readonly state: StoredState;
   };
@@ -217,14 +225,14 @@ class PosixRepository implements SnapshotRepository {
     if (value === undefined) return undefined;
     const record = value as Partial<StoredRecord>;
     if (
-      record.version !== 1 ||
+      !isStateVersion(record.version) ||
       record.id !== id ||
       record.source === undefined ||
       record.resources === undefined
     ) {
       throw new AenvError({
         code: "snapshot_record_invalid",
-        message: `${path} is not a snapshot record of version 1`,
+        message: `${path} is not a snapshot record of version 1 or 2`,
         remediation: "restore the file from a backup, or delete the template and build it again",
       });
     }
@@ -314,7 +322,6 @@ class PosixRepository implements SnapshotRepository {
     assert(isUuid(record.id), `snapshot id ${record.id} is a UUID`);
     const { committed: _, ...rest } = record;
     await this.#write({
-      version: 1,
       ...rest,
       // Candidates: the alias document decides. A name once bound stays listed until the record goes.
       aliases: [...new Set([...(before?.aliases ?? []), ...record.aliases])],
@@ -322,7 +329,8 @@ class PosixRepository implements SnapshotRepository {
     });
   }
 
-  async #write(stored: StoredRecord): Promise<void> {
+  async #write(record: Omit<StoredRecord, "version">): Promise<void> {
+    const stored: StoredRecord = { ...record, version: stateVersion(record.committed?.state.drives) };
     await writeDurable(join(this.#records, `${stored.id}.json`), `${JSON.stringify(stored, null, 2)}\n`);
   }
 
@@ -399,7 +407,12 @@ class PosixRepository implements SnapshotRepository {
       const memory = { sizeBytes: state.memory.sizeBytes, layers: memoryLayers };
       const rootfs = { virtualSizeBytes: state.rootfs.virtualSizeBytes, lowers: rootfsLayers };
       const { deviceStatePath: __, drives: ___, ...rest } = state;
-      const stored: StoredState = { ...rest, memory, rootfs, ...(drives.length === 0 ? {} : { drives }) };
+      const stored: StoredState = {
+        ...rest,
+        version: stateVersion(drives),
+        ...{ memory, rootfs },
+        ...(drives.length === 0 ? {} : { drives }),
+      };
       const manifest = {
         version: 1,
         vmState: {},
