@@ -173,8 +173,27 @@ static int set_limits(const struct jail *jail) {
   return 0;
 }
 
+/* A service's system call filter may refuse what is no part of the wall, with the error that it was set up with. */
+static bool is_refused(void) { return errno == EPERM || errno == ENOSYS || errno == EACCES || errno == EINVAL; }
+
+/* Message queues, shared memory and a host name of its own: nothing that is given to the process depends on them. */
+static int leave_rest(void) {
+  static const int spaces[] = {CLONE_NEWIPC, CLONE_NEWUTS};
+  bool own_name = false;
+  for (size_t i = 0; i < sizeof spaces / sizeof *spaces; i++) {
+    if (unshare(spaces[i]) == 0) own_name = spaces[i] == CLONE_NEWUTS;
+    else if (!is_refused()) return -errno;
+  }
+  /* In the host's name space it would be the host's name. */
+  if (own_name && sethostname("jail", 4) < 0 && !is_refused()) return -errno;
+  return 0;
+}
+
 static int build_root(const struct jail *jail) {
-  STEP("unshare", "mounts", unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS));
+  STEP("unshare", "mounts", unshare(CLONE_NEWNS));
+  jail_step = "unshare";
+  jail_subject = "IPC and host name";
+  TRY(leave_rest());
   STEP("make private", "mounts", mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL));
   /* For nodes and mount points; what is written lies in the directories that were given. */
   STEP("mount a file system on", jail->root,
@@ -185,7 +204,6 @@ static int build_root(const struct jail *jail) {
   STEP("change the root to", jail->root, (int)syscall(SYS_pivot_root, ".", "."));
   STEP("take away", "the old root", umount2(".", DETACH));
   STEP("go to", "/", chdir("/"));
-  STEP("name", "the machine", sethostname("jail", 4));
   return 0;
 }
 
@@ -230,6 +248,12 @@ int jail_enter(const struct jail *jail) {
   return drop_privileges(jail);
 }
 
+/* mount_flags in the words of mount_setattr. */
+static uint64_t attach_flags(const struct jail_entry *entry) {
+  uint64_t flags = MOUNT_ATTR_NOSUID | (entry->kind == JAIL_READ_ONLY ? MOUNT_ATTR_RDONLY : 0);
+  return flags | (entry->kind == JAIL_NODE ? MOUNT_ATTR_NOEXEC : MOUNT_ATTR_NODEV);
+}
+
 /* Attaches what was taken from the host's tree at a place of the jail, which this process is in. */
 static int attach(int tree, const struct jail_entry *entry, mode_t mode) {
   TRY(make_parents("", entry->target));
@@ -240,10 +264,15 @@ static int attach(int tree, const struct jail_entry *entry, mode_t mode) {
   } else {
     TRY(make_file(entry->target));
   }
+  /* Before the process can see it. The call is of Linux 5.12: on older ones it is writable for a moment. */
+  struct mount_attr attributes = {.attr_set = attach_flags(entry)};
+  bool set = syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH, &attributes, sizeof attributes) == 0;
+  jail_step = "restrict";
+  if (!set && errno != ENOSYS && errno != EPERM) return -errno;
   STEP("attach", entry->source,
        (int)syscall(SYS_move_mount, tree, "", AT_FDCWD, entry->target, MOVE_MOUNT_F_EMPTY_PATH));
-  STEP("remount", entry->source,
-       mount(NULL, entry->target, NULL, MS_BIND | MS_REMOUNT | mount_flags(entry), NULL));
+  if (!set) STEP("remount", entry->source,
+                 mount(NULL, entry->target, NULL, MS_BIND | MS_REMOUNT | mount_flags(entry), NULL));
   return 0;
 }
 
