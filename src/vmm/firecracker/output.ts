@@ -1,4 +1,13 @@
-import { closeSync, constants, fstatSync, openSync, readSync, renameSync, writeSync } from "node:fs";
+import {
+  closeSync,
+  constants,
+  existsSync,
+  fstatSync,
+  openSync,
+  readSync,
+  renameSync,
+  writeSync,
+} from "node:fs";
 import { makeFifo } from "../../../ffi/process.ts";
 import { errorCode } from "../../lib/durable.ts";
 import { AenvError } from "../../lib/errors.ts";
@@ -22,6 +31,7 @@ export class RotatingFile implements Disposable {
   readonly #maxBytes: number;
   #fd: number;
   #size: number;
+  #closed = false;
 
   constructor(path: string, maxBytes: number) {
     this.#path = path;
@@ -30,17 +40,36 @@ export class RotatingFile implements Disposable {
     this.#size = fstatSync(this.#fd).size;
   }
 
+  /** An error of a new file's making leaves the old one in use: it takes `bytes` nevertheless, unless it is twice as big. */
   append(bytes: Uint8Array): void {
+    if (this.#closed) return;
+    let failure: unknown;
     if (this.#size > 0 && this.#size + bytes.length > this.#maxBytes) {
-      closeSync(this.#fd);
-      renameSync(this.#path, `${this.#path}.1`);
-      this.#fd = openSync(this.#path, "a", 0o600);
-      this.#size = 0;
+      try {
+        this.#rotate();
+      } catch (error) {
+        if (this.#size + bytes.length > 2 * this.#maxBytes) throw error;
+        failure = error;
+      }
     }
     this.#size += writeSync(this.#fd, bytes);
+    if (failure !== undefined) throw failure;
+  }
+
+  /** The descriptor in use is closed only when there is another: its number would soon be somebody else's. */
+  #rotate(): void {
+    const old = `${this.#path}.1`;
+    if (existsSync(this.#path)) renameSync(this.#path, old);
+    const fd = openSync(this.#path, "a", 0o600);
+    const before = this.#fd;
+    this.#fd = fd;
+    this.#size = fstatSync(fd).size;
+    closeSync(before);
   }
 
   [Symbol.dispose](): void {
+    if (this.#closed) return;
+    this.#closed = true;
     closeSync(this.#fd);
   }
 }
@@ -74,8 +103,9 @@ export class Pump implements Disposable {
   readonly #files: readonly RotatingFile[];
   readonly #onError: (error: unknown) => void;
   #done = false;
+  #failing = false;
 
-  /** Takes the descriptor and the files over. */
+  /** Takes the descriptor and the files over. `onError` is told of the first error after something could be kept. */
   constructor(fd: number, files: readonly RotatingFile[], onError: (error: unknown) => void) {
     this.#fd = fd;
     this.#files = files;
@@ -88,10 +118,14 @@ export class Pump implements Disposable {
   run(): boolean {
     let chunks = 0;
     try {
-      while (chunks < CHUNKS && this.#some()) chunks++;
+      while (chunks < CHUNKS && this.#some()) {
+        chunks++;
+        this.#failing = false;
+      }
     } catch (error) {
       // A full disk is no reason to end anything: the console has a hole then.
-      this.#onError(error);
+      if (!this.#failing) this.#onError(error);
+      this.#failing = true;
     }
     return chunks > 1;
   }
@@ -104,8 +138,17 @@ export class Pump implements Disposable {
       if (errorCode(error) === "EAGAIN") return false;
       throw error;
     }
-    if (count > 0) for (const file of this.#files) file.append(chunk.subarray(0, count));
-    return count > 0;
+    if (count <= 0) return false;
+    let failure: unknown;
+    for (const file of this.#files) {
+      try {
+        file.append(chunk.subarray(0, count));
+      } catch (error) {
+        failure ??= error;
+      }
+    }
+    if (failure !== undefined) throw failure;
+    return true;
   }
 
   [Symbol.dispose](): void {
