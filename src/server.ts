@@ -324,6 +324,7 @@ async function startNode(config: NodeConfig, log: Logger) {
       defaults: {
         cpuCount: config.machine.vcpuCount,
         memoryMiB: config.machine.memSizeMib,
+        diskSizeMiB: config.image.cache.virtualSizeGib * 1024,
         defaultImage: config.image.resolver.defaultImage,
       },
       maxConcurrentBuilds: config.templateBuild.maxConcurrentBuilds,

@@ -15,7 +15,7 @@ import type {
 } from "../orchestrator/types.ts";
 import { type Front, startFront } from "../proxy/index.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
-import type { BuildStartRequest } from "../template/types.ts";
+import type { BuildStartRequest, TemplateCreateRequest } from "../template/types.ts";
 import { errorResponse } from "./errors.ts";
 import { IdempotentCalls } from "./idempotency.ts";
 import { type ControlApi, createControlApi } from "./index.ts";
@@ -156,6 +156,7 @@ function fakeOrchestrator() {
 }
 
 function fakeTemplates() {
+  const asked: TemplateCreateRequest[] = [];
   const started: { templateId: string; buildId: string; request: BuildStartRequest }[] = [];
   const template: SnapshotRecord = {
     id: newId(),
@@ -173,12 +174,15 @@ function fakeTemplates() {
     message: `line ${i}`,
   }));
   const templates: ApiTemplates = {
-    create: async (request) => ({
-      templateId: template.templateId,
-      buildId: template.id,
-      alias: request.name,
-      tags: request.tags.length > 0 ? [...request.tags] : ["default"],
-    }),
+    async create(request) {
+      asked.push(request);
+      return {
+        templateId: template.templateId,
+        buildId: template.id,
+        alias: request.name,
+        tags: request.tags.length > 0 ? [...request.tags] : ["default"],
+      };
+    },
     cancel: async () => undefined,
     hasFiles: async () => false,
     putFiles: async () => undefined,
@@ -211,7 +215,7 @@ function fakeTemplates() {
     tags: async () => [{ tag: "default", buildId: template.id, createdAt: template.createdAt }],
     setPublic: async () => ["base"],
   };
-  return { templates, template, started };
+  return { templates, template, asked, started };
 }
 
 const observer = createObserver({
@@ -705,6 +709,9 @@ describe("templates", () => {
     expect((await call("POST", "/v3/templates", {})).status).toBe(400);
     const rest = { teamID: "t", minFreeDiskMb: 100, cpuCount: 1, memoryMB: 128 };
     expect((await call("POST", "/v3/templates", { alias: "base", ...rest })).json.tags).toEqual(["default"]);
+    expect(fakes.asked.at(-1)).toEqual({
+      ...{ name: "base", tags: [], cpuCount: 1, memoryMiB: 128, minFreeDiskMiB: 100 },
+    });
     for (const wrong of [
       { cpuCount: 0 },
       { memoryMB: 127 },

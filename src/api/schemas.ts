@@ -260,7 +260,9 @@ export const NewTemplate = component(
       .int()
       .min(0)
       .optional()
-      .describe("Best effort: every disk has the server's size, and free what the build leaves of it"),
+      .describe(
+        "Best effort, MiB: less than the server's disks have, of which free is what the build leaves",
+      ),
     teamID: z.string().optional(),
   }),
 );

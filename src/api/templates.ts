@@ -131,6 +131,7 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
           tags: body.tags ?? [],
           ...(body.cpuCount === undefined ? {} : { cpuCount: body.cpuCount }),
           ...(body.memoryMB === undefined ? {} : { memoryMiB: body.memoryMB }),
+          ...(body.minFreeDiskMb === undefined ? {} : { minFreeDiskMiB: body.minFreeDiskMb }),
         });
         return {
           status: 202,

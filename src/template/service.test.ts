@@ -75,7 +75,7 @@ function open(limits: { buildMs?: number; readyMs?: number } = {}): TemplateServ
     repository,
     images,
     sandboxes: factory,
-    defaults: { cpuCount: 2, memoryMiB: 512, defaultImage: "debian:12" },
+    defaults: { cpuCount: 2, memoryMiB: 512, diskSizeMiB: 1024, defaultImage: "debian:12" },
     maxConcurrentBuilds: 2,
     log,
     onDeleted: () => {
@@ -474,6 +474,11 @@ test("bad requests are refused before anything starts", async () => {
   await expect(templates.create({ name: "ok", tags: [], memoryMiB: 64 })).rejects.toMatchObject({
     status: 400,
   });
+  await expect(templates.create({ name: "ok", tags: [], minFreeDiskMiB: 1024 })).rejects.toMatchObject({
+    status: 400,
+    message: expect.stringContaining("disks of 1024 MiB"),
+  });
+  await templates.create({ name: "ok", tags: [], minFreeDiskMiB: 1023 });
   expect(factory.starts).toBe(0);
   await start({});
   await expect(start({})).rejects.toMatchObject({ code: "build_state_conflict", status: 409 });

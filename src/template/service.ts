@@ -20,7 +20,13 @@ export interface TemplateServiceOptions {
   readonly repository: SnapshotRepository;
   readonly images: ImageService;
   readonly sandboxes: SandboxFactory;
-  readonly defaults: { readonly cpuCount: number; readonly memoryMiB: number; readonly defaultImage: string };
+  readonly defaults: {
+    readonly cpuCount: number;
+    readonly memoryMiB: number;
+    readonly defaultImage: string;
+    /** Of every disk that is made from an image. */
+    readonly diskSizeMiB: number;
+  };
   readonly maxConcurrentBuilds: number;
   /** Captures of running builds and logs of ended ones. Default: the repository's staging directory. */
   readonly workDir?: string;
@@ -193,6 +199,15 @@ class Templates implements TemplateService {
         code: "invalid_request",
         status: 400,
         message: "memoryMB must be a whole number of MiB, 128 to 1048576",
+      });
+    }
+    const { minFreeDiskMiB = 0 } = request;
+    if (minFreeDiskMiB >= defaults.diskSizeMiB) {
+      throw new AenvError({
+        code: "invalid_request",
+        status: 400,
+        message: `minFreeDiskMb: ${minFreeDiskMiB} MiB cannot be free on this server's disks of ${defaults.diskSizeMiB} MiB`,
+        remediation: "ask for less, or set image.cache.virtual_size_gib to more",
       });
     }
     // The loop: someone else may take the name between the look and the binding.

@@ -13,6 +13,11 @@ export interface TemplateCreateRequest {
   readonly tags: readonly string[];
   readonly cpuCount?: number;
   readonly memoryMiB?: number;
+  /**
+   * Free space wanted on the disk once the build is done. Best effort: `invalid_request` 400 for more than disks
+   * have, otherwise free is what the build leaves.
+   */
+  readonly minFreeDiskMiB?: number;
 }
 
 export interface BuildStepRequest {

@@ -208,7 +208,7 @@ export async function startRealNode(options: {
     repository,
     images: await busyboxImage(imageDir, options.programs ?? {}),
     sandboxes,
-    defaults: { cpuCount: 1, memoryMiB: 192, defaultImage: "busybox" },
+    defaults: { cpuCount: 1, memoryMiB: 192, diskSizeMiB: 1024, defaultImage: "busybox" },
     maxConcurrentBuilds: 1,
     log,
   });
