@@ -74,6 +74,11 @@ export class WarmPool<T> implements AsyncDisposable {
     return this.#target;
   }
 
+  /** The last attempt to fill or drain failed; the next one is some time away, or runs. */
+  get failing(): boolean {
+    return this.#pauseMs > 0;
+  }
+
   /** An entry that is ready, if any; the caller makes one itself otherwise. */
   take(): T | undefined {
     const entry = this.#idle.shift();

@@ -154,6 +154,19 @@ test("what cannot be started costs nobody anything, and is tried again", async (
   expect(tried).toBe(2);
 });
 
+test("nobody waits for a pool that is not filled, or that cannot be", async () => {
+  const never = 2 ** 31 - 1;
+  const options = { lowWatermark: 1, highWatermark: 1 };
+  const { network, vmm } = parts();
+  await using unkept = createVmPool({ vmm, network, log, pool: { ...options, maintenance: false } });
+  await unkept?.start(never);
+  expect(unkept?.idle).toBe(0);
+  const failing = parts(() => true);
+  await using unfilled = createVmPool({ ...failing, log, pool: options });
+  await unfilled?.start(never);
+  expect(unfilled?.idle).toBe(0);
+});
+
 test("a VMM without such processes has no pool", () => {
   const { network } = parts();
   const vmm = {} as unknown as VmmDriver;

@@ -11,7 +11,10 @@ export interface WarmVm {
 
 /** VMM processes made ready before anybody asks for a sandbox. Disposing ends those that were not taken. */
 export interface VmPool extends AsyncDisposable {
-  /** Begins to fill; resolves when the low watermark is reached, or after `patienceMs`. */
+  /**
+   * Begins to fill; resolves when the low watermark is reached, an attempt to fill has failed, or after `patienceMs`. At
+   * once where nothing is filled at start.
+   */
   start(patienceMs: number): Promise<void>;
   /** Whoever gets one has to dispose of both. Undefined: none is ready, the caller starts a process of its own. */
   take(): Promise<WarmVm | undefined>;
@@ -61,9 +64,10 @@ export function createVmPool(parts: {
   return {
     async start(patienceMs) {
       pool ??= new WarmPool(parts.pool, create, destroy, log);
-      if (parts.pool.prewarm === false) return;
+      if (parts.pool.prewarm === false || parts.pool.maintenance === false) return;
       const deadline = performance.now() + patienceMs;
-      while (pool.idle < parts.pool.lowWatermark && performance.now() < deadline) await Bun.sleep(5);
+      while (pool.idle < parts.pool.lowWatermark && !pool.failing && performance.now() < deadline)
+        await Bun.sleep(5);
     },
     async take() {
       for (;;) {
