@@ -4,7 +4,7 @@ import { mkdir, mkdtemp, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { tryCommand } from "../lib/command.ts";
-import { type Check, chosenSettings, examine, formatChecks, portOwner } from "./doctor.ts";
+import { type Check, cgroupCheck, chosenSettings, examine, formatChecks, portOwner } from "./doctor.ts";
 import { makeVmlinux } from "./testing.ts";
 
 setDefaultTimeout(60_000);
@@ -25,6 +25,7 @@ function look(more: Partial<Parameters<typeof examine>[0]> = {}): Promise<Check[
     kernelImagePath: undefined,
     qemuBinaryPath: join(dir, "no-qemu"),
     apiAddress: "127.0.0.1:1",
+    vmm: "qemu",
     mode: "auto",
     diskExport: "auto",
     ...more,
@@ -130,6 +131,23 @@ test("the port: free, ours, somebody else's", async () => {
   expect(find(free, "server")).toMatchObject({ detail: "not running" });
 });
 
+test("control groups of either version will do, and QEMU needs none", async () => {
+  const at = (name: string) => join(dir, name);
+  await mkdir(at("two"), { recursive: true });
+  await writeFile(join(at("two"), "cgroup.controllers"), "cpu memory pids\n");
+  for (const controller of ["one/cpu", "one/memory", "one/pids", "partly/cpu", "partly/pids"]) {
+    await mkdir(at(controller), { recursive: true });
+    await writeFile(join(at(controller), "cgroup.procs"), "");
+  }
+  for (const vmm of ["qemu", "firecracker"] as const) {
+    expect(cgroupCheck(vmm, at("two"))).toEqual({ name: "cgroups", status: "ok", detail: "version 2" });
+    expect(cgroupCheck(vmm, at("one"))).toEqual({ name: "cgroups", status: "ok", detail: "version 1" });
+    for (const mount of [at("partly"), at("none")])
+      expect(cgroupCheck(vmm, mount).status).toBe(vmm === "qemu" ? "ok" : "warn");
+  }
+  expect(cgroupCheck("firecracker", at("partly")).detail).toContain("version 1 without memory:");
+});
+
 /** A host that lacks about everything, made of this one in a mount namespace. */
 const BARE_HOST = `
   set -e
@@ -163,7 +181,9 @@ function onBareHost(argv: readonly string[], env: Record<string, string> = {}) {
 }
 
 test("FR-98: a host that lacks much: each thing is named with what to do", async () => {
-  const { exitCode, stdout } = await onBareHost([process.execPath, MAIN, "doctor"]);
+  const { exitCode, stdout } = await onBareHost([process.execPath, MAIN, "doctor"], {
+    AENV_VMM: "firecracker",
+  });
   expect(exitCode).toBe(1);
   for (const line of [
     /^warn +\/dev\/kvm +not there: guests are emulated.* → /m,
@@ -172,7 +192,7 @@ test("FR-98: a host that lacks much: each thing is named with what to do", async
     /^missing +disk space +.* → free space/m,
     /^ok +disk export +NBD .*there is no \/dev\/ublk-control.* → modprobe ublk_drv/m,
     /^missing +nf_tables +the kernel takes no rules: .*Protocol not supported.* → modprobe nf_tables/m,
-    /^warn +cgroups +version 1 or none.* → boot with systemd\.unified_cgroup_hierarchy=1/m,
+    /^warn +cgroups +none: Firecracker's processes run without limits.* → mount -t cgroup2 .*unified_cgroup_hierarchy=1/m,
     /^warn +open files +limit 1024 +→ LimitNOFILE/m,
     /^missing +guest kernel +.* → run: agentenv setup/m,
   ]) {

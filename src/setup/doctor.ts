@@ -10,7 +10,7 @@ import {
   statfsSync,
   statSync,
 } from "node:fs";
-import { dirname } from "node:path";
+import { dirname, join } from "node:path";
 import { parseArgs } from "node:util";
 import { checkoutHome, type Environment, parseListenAddress } from "../config/index.ts";
 import { tryCommand } from "../lib/command.ts";
@@ -65,7 +65,7 @@ export async function examine(options: Settings): Promise<Check[]> {
     ...kernelSettingsCheck(),
     await exportCheck(options.diskExport),
     ioUringCheck(),
-    cgroupCheck(),
+    cgroupCheck(options.vmm),
     memoryCheck(),
     diskCheck(options.home),
     ...[options.home, options.runtimePath].flatMap(directoryCheck),
@@ -249,16 +249,20 @@ function ioUringCheck(): Check {
   };
 }
 
-function cgroupCheck(): Check {
+/** What Firecracker's processes are limited with, as `src/vmm/firecracker/cgroup.ts` uses it; QEMU's have no groups. */
+export function cgroupCheck(vmm: Settings["vmm"], mount = "/sys/fs/cgroup"): Check {
   const name = "cgroups";
-  return existsSync("/sys/fs/cgroup/cgroup.controllers")
-    ? { name, status: "ok", detail: "version 2" }
-    : {
-        name,
-        status: "warn",
-        detail: "version 1 or none: Firecracker's processes run without limits, and so may the service",
-        cure: "boot with systemd.unified_cgroup_hierarchy=1, or use a distribution with version 2",
-      };
+  if (existsSync(join(mount, "cgroup.controllers"))) return { name, status: "ok", detail: "version 2" };
+  const lacking = ["cpu", "memory", "pids"].filter((one) => !existsSync(join(mount, one, "cgroup.procs")));
+  if (lacking.length === 0) return { name, status: "ok", detail: "version 1" };
+  const found = lacking.length === 3 ? "none" : `version 1 without ${lacking.join(" and ")}`;
+  if (vmm === "qemu") return { name, status: "ok", detail: `${found}, which QEMU's processes need not` };
+  return {
+    name,
+    status: "warn",
+    detail: `${found}: Firecracker's processes run without limits`,
+    cure: `mount -t cgroup2 none ${mount}, or boot with systemd.unified_cgroup_hierarchy=1`,
+  };
 }
 
 /** State or runtime directory: there and ours, or one we may make. Silent when all is well. */

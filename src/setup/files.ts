@@ -1,7 +1,7 @@
-import { statSync } from "node:fs";
-import { mkdir, mkdtemp, rename, rm } from "node:fs/promises";
+import { lstatSync, statSync } from "node:fs";
+import { mkdir, mkdtemp, readdir, rename, rm } from "node:fs/promises";
 import { dirname, join } from "node:path";
-import { syncPath } from "../lib/durable.ts";
+import { makeDirDurable, syncPath } from "../lib/durable.ts";
 import type { InstalledFile } from "./manifest.ts";
 
 export async function sha256File(path: string): Promise<string> {
@@ -82,4 +82,25 @@ export async function publishTree(depsDir: string, staged: string, final: string
   await rename(staged, final);
   await syncPath(dirname(final));
   if (replaced) await rm(old, { recursive: true, force: true });
+}
+
+/**
+ * Moves the files of a finished tree to their places in a directory that may be in use: each is replaced in one step,
+ * and what the tree does not hold stays as it is. On stable storage when it resolves.
+ */
+export async function publishFiles(staged: string, final: string): Promise<void> {
+  await makeDirDurable(final);
+  for (const entry of await readdir(staged, { withFileTypes: true })) {
+    const [from, to] = [join(staged, entry.name), join(final, entry.name)];
+    // What the user put in the way of a name of ours.
+    const there = lstatSync(to, { throwIfNoEntry: false });
+    if (there !== undefined && there.isDirectory() !== entry.isDirectory())
+      await rm(to, { recursive: true, force: true });
+    if (entry.isDirectory()) await publishFiles(from, to);
+    else {
+      await syncPath(from);
+      await rename(from, to);
+    }
+  }
+  await syncPath(final);
 }

@@ -2,12 +2,12 @@ import { readdirSync } from "node:fs";
 import { mkdir, readFile, rename, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { runCommand } from "../lib/command.ts";
-import { syncPath } from "../lib/durable.ts";
+import { writeDurable } from "../lib/durable.ts";
 import { AenvError } from "../lib/errors.ts";
 import type { ProgressSink } from "../lib/progress.ts";
 import { APT_HELPER, type AptPackage, type PrivateApt } from "./apt/apt.ts";
 import { compareDebianVersions } from "./debian-version.ts";
-import { describeFile, publishTree, stagingDir } from "./files.ts";
+import { describeFile, publishFiles, stagingDir } from "./files.ts";
 import { type DependencyPins, dependencyPins, type InstalledKernel, type PinnedPackage } from "./manifest.ts";
 import { moduleName, orderModules, readModuleInfo } from "./modules.ts";
 import { extractVmlinux, kernelRelease } from "./vmlinux.ts";
@@ -75,13 +75,25 @@ function asked(): string {
   return dependencyPins.kernel.modules.map((name) => `${name}\n`).join("");
 }
 
+function askedPath(depsDir: string, release: string): string {
+  return join(depsDir, "kernel", release, "modules", ASKED);
+}
+
 /** Whether an installed kernel was unpacked by a version that asked for other modules. */
 export async function modulesOutdated(depsDir: string, release: string): Promise<boolean> {
-  const file = Bun.file(join(depsDir, "kernel", release, "modules", ASKED));
+  const file = Bun.file(askedPath(depsDir, release));
   return !(await file.exists()) || (await file.text()) !== asked();
 }
 
-/** Takes vmlinux and the needed modules out of a kernel package into `kernel/<release>/`. */
+/** Called when the manifest names the modules: setup that ends before brings them again. */
+export async function recordAsked(depsDir: string, release: string): Promise<void> {
+  await writeDurable(askedPath(depsDir, release), asked(), 0o644);
+}
+
+/**
+ * Takes vmlinux and the needed modules out of a kernel package into `kernel/<release>/`. Whatever else is there stays:
+ * servers that run may start guests from it at any time.
+ */
 export async function unpackKernel(
   source: AptPackage,
   debPath: string,
@@ -112,7 +124,6 @@ export async function unpackKernel(
     join(tree, "modules"),
   );
   await writeFile(join(tree, "modules", "order"), order.map((name) => `${name}\n`).join(""));
-  await writeFile(join(tree, "modules", ASKED), asked());
 
   const finalDir = join("kernel", release);
   const record: InstalledKernel = {
@@ -122,9 +133,7 @@ export async function unpackKernel(
     modules: [],
   };
   for (const name of order) record.modules.push(await describeFile(tree, finalDir, join("modules", name)));
-  for (const name of ["vmlinux", ...order.map((module) => join("modules", module))])
-    await syncPath(join(tree, name));
-  await publishTree(depsDir, tree, join(depsDir, finalDir));
+  await publishFiles(tree, join(depsDir, finalDir));
   progress({ phase, item: release, message: "done" });
   return record;
 }

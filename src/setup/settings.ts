@@ -9,6 +9,7 @@ export interface Settings {
   readonly kernelImagePath: string | undefined;
   readonly qemuBinaryPath: string | undefined;
   readonly apiAddress: string;
+  readonly vmm: "qemu" | "firecracker";
   readonly mode: string;
   readonly diskExport: "auto" | "nbd" | "ublk";
 }
@@ -54,6 +55,7 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
     kernelImagePath: path(flags["kernel-image"], config.kernel.imagePath),
     qemuBinaryPath: path(flags["qemu-binary"], config.qemu.binaryPath),
     apiAddress: config.server.listen,
+    vmm: config.vmm,
     mode: config.virtualizationMode,
     diskExport: config.ublk.export,
   };

@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, expect, setDefaultTimeout, test } from "bun:test";
-import { existsSync, readdirSync } from "node:fs";
+import { existsSync, readdirSync, statSync } from "node:fs";
 import { chmod, mkdtemp, readFile, rm, truncate, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -8,7 +8,7 @@ import { runCommand } from "../lib/command.ts";
 import { createLogger } from "../lib/log.ts";
 import type { ProgressEvent } from "../lib/progress.ts";
 import { type AptPackage, PrivateApt, parsePackages, reachable } from "./apt/apt.ts";
-import { chooseKernel } from "./kernel.ts";
+import { chooseKernel, modulesOutdated } from "./kernel.ts";
 import { dependencyPins, readManifest, writeManifest } from "./manifest.ts";
 import { checkQemu, chooseQemu, provisionQemu } from "./qemu.ts";
 import { resolveRuntime } from "./resolve.ts";
@@ -121,7 +121,8 @@ test("another agent gets an initial file system of its own without a download", 
 
 test("modules that an earlier version did not ask for are brought; without the archive guests run as before", async () => {
   await using archive = await makeArchive([await kernelPackage(RELEASE, "6.12.1000-1")]);
-  await setup(archive);
+  const { initrdPath, kernelPath } = (await setup(archive)).runtime;
+  const initrd = statSync(initrdPath).ino;
   const modules = join(depsDir, "kernel", RELEASE, "modules");
   await writeFile(join(modules, "asked"), "virtio_mmio\nvirtio_blk\n");
   const deb = `/pool/linux-image-${RELEASE}_6.12.1000-1_amd64.deb`;
@@ -130,7 +131,28 @@ test("modules that an earlier version did not ask for are brought; without the a
   expect(kept.warnings.join()).toContain("lacks modules that this version wants");
   expect(kept.runtime.kernelVersion).toBe(RELEASE);
   archive.corrupt.clear();
+
+  // Interrupted before the manifest names them, it brings them the next time.
+  const interrupted = setup(archive, {
+    progress: ({ phase, message }) => {
+      if (phase === "unpack kernel" && message === "done") throw new Error("interrupted");
+    },
+  });
+  expect(await interrupted.then(() => "done", String)).toContain("interrupted");
+  expect(await modulesOutdated(depsDir, RELEASE)).toBe(true);
+
+  // A server that runs starts guests from what it found when it started, all the time.
+  let looks = 0;
+  const missed: string[] = [];
+  const server = setInterval(() => {
+    looks++;
+    for (const path of [initrdPath, kernelPath]) if (!existsSync(path)) missed.push(path);
+  }, 1);
+  using _server = { [Symbol.dispose]: () => clearInterval(server) };
   const renewed = await setup(archive);
+  expect(missed).toEqual([]);
+  expect(looks).toBeGreaterThan(0);
+  expect(statSync(initrdPath).ino).toBe(initrd);
   expect(renewed.warnings).toEqual([]);
   expect(existsSync(join(modules, "virtio_balloon.ko"))).toBe(true);
   const before = archive.requests.length;

@@ -9,7 +9,7 @@ import { type AptHost, PrivateApt } from "./apt/apt.ts";
 import { consoleProgress, reportError } from "./console.ts";
 import { treeDamage } from "./files.ts";
 import { setupHost, THIS_HOST } from "./host.ts";
-import { modulesOutdated, provisionKernel } from "./kernel.ts";
+import { modulesOutdated, provisionKernel, recordAsked } from "./kernel.ts";
 import { type InstalledManifest, readManifest, writeManifest } from "./manifest.ts";
 import { checkQemu, installedQemu, isModern, provisionQemu, recordInstalled } from "./qemu.ts";
 import { configuredKernel, oldQemuWarning, resolveRuntime } from "./resolve.ts";
@@ -83,6 +83,13 @@ async function provisionAll(options: SetupOptions): Promise<RuntimeDeps> {
     return apt;
   };
 
+  const installKernel = async () => {
+    const kernel = await provisionKernel(await openApt(), depsDir, progress);
+    manifest = { ...manifest, kernel };
+    await writeManifest(depsDir, manifest);
+    await recordAsked(depsDir, kernel.release);
+  };
+
   if (options.kernelImagePath !== undefined) await configuredKernel(depsDir, options.kernelImagePath);
   else {
     const record = manifest.kernel;
@@ -90,12 +97,10 @@ async function provisionAll(options: SetupOptions): Promise<RuntimeDeps> {
       record === undefined ? "" : await treeDamage(depsDir, [record.vmlinux, ...record.modules], "content");
     if (damage !== undefined && damage !== "") options.warn(`installing the guest kernel again: ${damage}`);
     if (options.force || damage !== undefined) {
-      manifest = { ...manifest, kernel: await provisionKernel(await openApt(), depsDir, progress) };
-      await writeManifest(depsDir, manifest);
+      await installKernel();
     } else if (record !== undefined && (await modulesOutdated(depsDir, record.release))) {
       try {
-        manifest = { ...manifest, kernel: await provisionKernel(await openApt(), depsDir, progress) };
-        await writeManifest(depsDir, manifest);
+        await installKernel();
       } catch (error) {
         // Guests run on what is there.
         if (!(error instanceof AenvError)) throw error;
