@@ -608,13 +608,16 @@ static void child_main(const agent *ag, const launch *l) {
   // The caller is told "started" here; the command's own failure shows like a shell would show it.
   if (close(l->report)) _exit(126);
   int e = exec_command(l->cmd, l->argv, l->envp, l->path);
+  const char *tried = l->cmd;
   // The SDKs start all that they start with bash: where the image has none, its sh has to do.
   if (e == ENOENT && !strcmp(l->cmd, "/bin/bash") && access(l->cmd, F_OK)) {
-    l->argv[0] = (char *)"/bin/sh";
+    tried = l->argv[0] = (char *)"/bin/sh";
     execve(l->argv[0], l->argv, l->envp);
-    if (errno != ENOENT) e = errno;
+    e = errno;
   }
-  dprintf(2, "%s: %s\n", l->cmd, why_not(l->cmd, e));
+  const char *why = why_not(tried, e);
+  // Without any shell it is told of the one that was asked for.
+  dprintf(2, "%s: %s\n", access(tried, F_OK) ? l->cmd : tried, why);
   _exit(e == ENOENT ? 127 : 126);
 }
 

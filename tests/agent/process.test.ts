@@ -77,6 +77,16 @@ test("FR-63: images without bash, without any shell, without a program's loader"
       const script = await run(bare, { process: { cmd: "/bin/script" } });
       expect(script.end?.exitCode).toBe(127);
       expect(script.stderr).toBe("/bin/script: its interpreter or loader is not in the image\n");
+      // A shell that is there and cannot run, e.g. for want of its loader, is told of as what it is.
+      await Bun.write(`${from}/sh`, "#!/bin/no-such-interpreter\n");
+      chmodSync(`${from}/sh`, 0o755);
+      const shell = await run(bare, echo);
+      expect(shell.end?.exitCode).toBe(127);
+      expect(shell.stderr).toBe("/bin/sh: its interpreter or loader is not in the image\n");
+      chmodSync(`${from}/sh`, 0o644);
+      const denied = await run(bare, echo);
+      expect(denied.end?.exitCode).toBe(126);
+      expect(denied.stderr).toBe("/bin/sh: Permission denied\n");
     }
     copyFileSync(Bun.which("busybox")!, `${from}/sh`);
     await using small = await startAgent([], hidden);
