@@ -21,7 +21,7 @@ import {
 } from "./protocol.ts";
 import { describeIssues, requestSchema } from "./schema.ts";
 import { DeviceTable, fileStem } from "./table.ts";
-import { WorkerHandle } from "./worker-pool.ts";
+import { shareOf, WorkerHandle } from "./worker-pool.ts";
 
 const DEFAULT_WORKERS = 2;
 const MAX_WORKERS = 64;
@@ -394,14 +394,14 @@ async function serve(options: DaemonOptions, log: Logger): Promise<number> {
   let stopping = false;
   const workerOptions = {
     blockCacheBytes: Math.floor((options.blockCacheMiB * 2 ** 20) / options.workers),
-    warmLayers: Math.ceil(options.warmLayers / options.workers),
     indexCacheDirectory: join(runtimeDir, "index-cache"),
     ublkStamp: ublkStamp(runtimeDir),
   };
+  const { warmLayers, workers: workerCount } = options;
   const workers = Array.from(
-    { length: options.workers },
-    () =>
-      new WorkerHandle(workerOptions, (error) => {
+    { length: workerCount },
+    (_, index) =>
+      new WorkerHandle({ ...workerOptions, warmLayers: shareOf(warmLayers, workerCount, index) }, (error) => {
         if (stopping) return;
         // Its files and sockets are in an unknown state: a new process has none of them.
         log.fatal({ err: error }, "a worker died, the daemon ends");

@@ -18,6 +18,11 @@ export interface DeviceWorker {
   ): Promise<WorkerResults[Op]>;
 }
 
+/** What one of several workers has of a whole number that is for all of them: the shares add up to it. */
+export function shareOf(total: number, workers: number, index: number): number {
+  return Math.floor(total / workers) + (index < total % workers ? 1 : 0);
+}
+
 /** The daemon's view of one worker thread. */
 export class WorkerHandle implements DeviceWorker {
   readonly #worker: Worker;

@@ -1,5 +1,14 @@
 import { expect, test } from "bun:test";
-import { readdirSync, readlinkSync, renameSync, rmSync, truncateSync } from "node:fs";
+import {
+  mkdirSync,
+  readdirSync,
+  readlinkSync,
+  renameSync,
+  rmSync,
+  truncateSync,
+  writeFileSync,
+} from "node:fs";
+import { errorCode } from "../../lib/durable.ts";
 import { LayerPool, threadLayers } from "./layer-pool.ts";
 import { createLayerWriter } from "./layer-writer.ts";
 import { openStack } from "./stack.ts";
@@ -99,4 +108,26 @@ test("a file that was removed, replaced or changed is not served from what was o
   pool.sweep();
   expect(pool.stats().idle).toBe(0);
   expect(openBelow(scratch.path)).toBe(0);
+});
+
+test("an unused layer that cannot be looked at any more is closed, and keeps no other from its sweep", () => {
+  using scratch = scratchDirectory("pool");
+  mkdirSync(`${scratch.path}/image`);
+  const hidden = layer(`${scratch.path}/image/a`, 1);
+  const gone = layer(`${scratch.path}/b`, 2);
+  const kept = layer(`${scratch.path}/c`, 3);
+  const unexpected: string[] = [];
+  using pool = new LayerPool(8, (file, error) => unexpected.push(`${file}: ${errorCode(error)}`));
+  for (const file of [hidden, gone, kept]) pool.open(file)[Symbol.dispose]();
+  renameSync(`${scratch.path}/image`, `${scratch.path}/moved`);
+  writeFileSync(`${scratch.path}/image`, "no directory");
+  rmSync(gone);
+  pool.sweep();
+  expect(unexpected).toEqual([`${hidden}: ENOTDIR`]);
+  expect(pool.stats().idle).toBe(1);
+  expect(openBelow(scratch.path)).toBe(1);
+  // Whoever wants it learns what is wrong.
+  expect(() => pool.open(hidden)).toThrow(/cannot open layer/);
+  pool.open(kept)[Symbol.dispose]();
+  expect(pool.stats().hits).toBe(1);
 });

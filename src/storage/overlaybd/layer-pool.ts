@@ -1,3 +1,5 @@
+import { errorCode } from "../../lib/durable.ts";
+import { createLogger } from "../../lib/log.ts";
 import { type Disk, hostDisk } from "./disk.ts";
 import type { LayerBlocks } from "./lsmt/layer.ts";
 import { type OpenLayer, openLayerBlocks } from "./open-layer.ts";
@@ -43,13 +45,16 @@ export class LayerPool implements Disposable {
   readonly #entries = new Map<string, Entry>();
   /** Longest unused first. */
   readonly #idle = new Set<Entry>();
+  readonly #onUnexpected: (file: string, error: unknown) => void;
   #limit: number;
   #sweeper: ReturnType<typeof setInterval> | undefined;
   #hits = 0;
   #misses = 0;
 
-  constructor(idleLimit = 0) {
+  /** `onUnexpected`: told what went wrong with a layer that nobody uses, which is closed then. */
+  constructor(idleLimit = 0, onUnexpected: (file: string, error: unknown) => void = logUnexpected) {
     this.#limit = idleLimit;
+    this.#onUnexpected = onUnexpected;
   }
 
   /** How many layers are kept that no stack uses; takes effect at once. */
@@ -127,14 +132,31 @@ export class LayerPool implements Disposable {
     }
   }
 
-  /** Closes what nobody used for a minute, and what is gone from the disk or was replaced there. */
+  /**
+   * Closes what nobody used for a minute, and what is gone from the disk or was replaced there. Never throws: nobody
+   * waits for the layers it looks at, and no layer's trouble is another's.
+   */
   sweep(nowMs = performance.now()): void {
     for (const entry of this.#idle) {
-      if (nowMs - entry.idleSinceMs >= IDLE_MS || !isThere(entry)) this.#close(entry);
+      try {
+        if (nowMs - entry.idleSinceMs >= IDLE_MS || !this.#isThere(entry)) this.#close(entry);
+      } catch (error) {
+        this.#onUnexpected(entry.file, error);
+      }
     }
     if (this.#idle.size > 0) return;
     clearInterval(this.#sweeper);
     this.#sweeper = undefined;
+  }
+
+  /** What cannot be looked at counts as gone: who wants the layer again opens it again, or learns what is wrong. */
+  #isThere({ file, identity }: Entry): boolean {
+    try {
+      return hostDisk.identityOf(file) === identity;
+    } catch (error) {
+      if (errorCode(error) !== "ENOENT") this.#onUnexpected(file, error);
+      return false;
+    }
   }
 
   #close(entry: Entry): void {
@@ -155,13 +177,11 @@ export class LayerPool implements Disposable {
   }
 }
 
-function isThere({ file, identity }: Entry): boolean {
-  try {
-    return hostDisk.identityOf(file) === identity;
-  } catch (error) {
-    if (error instanceof Error && "code" in error && error.code === "ENOENT") return false;
-    throw error;
-  }
+function logUnexpected(file: string, error: unknown): void {
+  createLogger("layers").warn(
+    { file, err: error },
+    "a layer that nobody uses cannot be looked at, it is closed",
+  );
 }
 
 /** The calling thread's: stacks belong to one thread, and so do the layers they share. */
