@@ -1,4 +1,6 @@
-import { open, stat } from "node:fs/promises";
+import { constants } from "node:fs";
+import { type FileHandle, open } from "node:fs/promises";
+import { errorCode } from "../lib/durable.ts";
 import type { LifecycleEvent } from "../orchestrator/types.ts";
 import type { LogLevel, SandboxLogEntry } from "./types.ts";
 
@@ -54,6 +56,8 @@ function describe(event: LifecycleEvent): SandboxLogEntry {
 interface Console {
   /** One VM has one file; the next start of the sandbox has another. */
   readonly path: string;
+  /** Which file had that name; undefined before the first look. */
+  identity: string | undefined;
   offset: number;
   /** The line whose end has not come yet. */
   rest: string;
@@ -126,16 +130,25 @@ export class Journal {
   }
 
   async #readConsole(book: Book, path: string): Promise<void> {
-    if (book.console?.path !== path) book.console = { path, offset: 0, rest: "" };
+    if (book.console?.path !== path) book.console = { path, identity: undefined, offset: 0, rest: "" };
     const { console } = book;
-    let size: number;
+    let opened: FileHandle;
     try {
-      size = (await stat(path)).size;
+      // Whatever has the name, opening it waits for nobody.
+      opened = await open(path, constants.O_RDONLY | constants.O_NONBLOCK);
     } catch (error) {
-      if (error instanceof Error && "code" in error && error.code === "ENOENT") return;
+      if (errorCode(error) === "ENOENT") return;
       throw error;
     }
-    if (size < console.offset) {
+    await using file = opened;
+    // Of the open file: the name may be another's a moment later.
+    const { dev, ino, birthtimeNs, size: bigSize } = await file.stat({ bigint: true });
+    const size = Number(bigSize);
+    // A number can be given again to a new file, with another time of birth.
+    const identity = `${dev}:${ino}:${birthtimeNs}`;
+    const another = console.identity !== undefined && console.identity !== identity;
+    console.identity = identity;
+    if (another || size < console.offset) {
       // Begun anew, what was there before is full.
       console.offset = 0;
       console.rest = "";
@@ -153,7 +166,6 @@ export class Journal {
       console.offset += skipped;
       console.rest = "";
     }
-    await using file = await open(path, "r");
     const buffer = Buffer.alloc(Math.min(size - console.offset, MAX_CONSOLE_READ));
     const { bytesRead } = await file.read(buffer, 0, buffer.length, console.offset);
     console.offset += bytesRead;

@@ -1,5 +1,5 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { appendFileSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { appendFileSync, mkdtempSync, renameSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { type Agent, startAgent } from "../../tests/agent/harness.ts";
@@ -178,6 +178,15 @@ describe("a sandbox with a real agent", () => {
     expect(flooded.some((line) => line.includes("bytes of console output left out"))).toBe(true);
     writeFileSync(join(dir, "console.log"), "begun anew\n");
     expect((await lines()).at(-1)).toBe("console begun anew");
+    // Rotated: another file has the name, and is longer already than what was read of the one before.
+    renameSync(join(dir, "console.log"), join(dir, "console.log.1"));
+    writeFileSync(join(dir, "console.log"), "first of the next file\nsecond\n");
+    expect((await lines()).slice(-2)).toEqual(["console first of the next file", "console second"]);
+    renameSync(join(dir, "console.log"), join(dir, "console.log.1"));
+    writeFileSync(join(dir, "console.log"), "\n\n\nas long as the file before\n");
+    expect((await lines()).at(-1)).toBe("console as long as the file before");
+    appendFileSync(join(dir, "console.log"), "more\n");
+    expect((await lines()).slice(-2)).toEqual(["console as long as the file before", "console more"]);
     observer.onEvent({ kind: "pause_failed", sandboxId: id, atMs: 9, reason: "disk full" });
     expect((await observer.logs(id)).at(-1)).toMatchObject({
       level: "error",
