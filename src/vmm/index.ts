@@ -22,6 +22,9 @@ export function identityMismatch(made: VmIdentity, here: VmIdentity): string | u
   compare("virtualization mode", made.mode, here.mode);
   compare("CPU model", made.cpuModel, here.cpuModel);
   compare("CPU template", made.cpuTemplate ?? "none", here.cpuTemplate ?? "none");
+  // A state with the device needs it; one without is loaded with it, too.
+  if (made.balloon === true && here.balloon !== true)
+    compare("a balloon device", "for memory given back", "none");
   const [wasKHz, isKHz] = [made.tscKHz, here.tscKHz];
   if (wasKHz !== undefined && isKHz !== undefined && Math.abs(wasKHz / isKHz - 1) > TSC_TOLERANCE) {
     compare("TSC frequency", `${(wasKHz / 1000).toFixed(1)} MHz`, `${(isKHz / 1000).toFixed(1)} MHz`);

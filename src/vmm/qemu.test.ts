@@ -18,6 +18,7 @@ import { dirname, join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
 import { nbdDisk, prepareGuest, type TestNetwork, testNetwork } from "../../tests/vmkit/index.ts";
 import type { LaunchRequest } from "../../tests/vmkit/launch.ts";
+import { runCommand } from "../lib/command.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import { createQemuDriver, identityMismatch, killVm, type VmLaunchSpec, type VmReference } from "./index.ts";
@@ -95,6 +96,13 @@ test("a state is refused elsewhere with what differs", () => {
   expect(identityMismatch({ ...here, cpuModel: "host:GenuineIntel-6-85-7" }, here)).toBe(
     "it was made with CPU model host:GenuineIntel-6-85-7 (here: max)",
   );
+  // What was made with the device needs it; what is older is loaded with it, too.
+  const giving = { ...here, balloon: true } as const;
+  expect(identityMismatch(here, giving)).toBeUndefined();
+  expect(identityMismatch(giving, giving)).toBeUndefined();
+  expect(identityMismatch(giving, here)).toBe(
+    "it was made with a balloon device for memory given back (here: none)",
+  );
   // Measured, so never quite the same; a guest's clock would run wrong with any other.
   const ticking = { ...here, tscKHz: 2_400_000 };
   expect(identityMismatch({ ...here, tscKHz: 2_401_900 }, ticking)).toBeUndefined();
@@ -151,8 +159,33 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
       mode: "tcg",
       cpuModel: version.major < 10 ? "max,-cx16" : "max",
       kernelVersion: expect.stringMatching(/^\d+\.\d+\.\d+/),
+      balloon: true,
     });
+    const { shieldPath: _, ...unshielded } = settings;
+    expect((await createQemuDriver({ ...unshielded, log }).identity).balloon).toBeUndefined();
   });
+
+  test("a QEMU whose shield is loaded but guards nothing gets no guest", async () => {
+    const [source, shieldPath] = [join(guest.dir, "unarmed.c"), join(guest.dir, "unarmed.so")];
+    writeFileSync(
+      source,
+      `#include <stdlib.h>
+      #include <unistd.h>
+      __attribute__((constructor)) static void start(void) {
+        if (getenv("AENV_MEMSHIELD_PROBE") != NULL && write(1, "aenv-memshield\\n", 15) < 0) _exit(1);
+      }`,
+    );
+    await runCommand(["gcc", "-shared", "-fPIC", "-o", shieldPath, source]);
+    const unarmed = createQemuDriver({ ...settings, shieldPath, log });
+    expect((await unarmed.identity).balloon).toBe(true);
+    await using network = await testNetwork();
+    const error = await errorOf(unarmed.launch(spec(network)));
+    expect(error.code).toBe("vm_start_failed");
+    expect(error.cause).toMatchObject({
+      code: "memory_shield_missing",
+      message: expect.stringContaining(`${memoryFile} whole: it has it open for writing`),
+    });
+  }, 60_000);
 
   test("the probe's guest reaches user space where guests run, and a mute one is given up", async () => {
     const installation = { ...guest.qemu, version, sandbox: true };

@@ -60,6 +60,8 @@ export interface VmIdentity {
   readonly kernelVersion: string;
   /** What of the CPU guests are shown, where that is chosen. */
   readonly cpuTemplate?: string;
+  /** The machine has a device by which guests give memory back. Absent: it has none, and its states load with either. */
+  readonly balloon?: true;
   /** Frequency of the host's counter, which guests keep their time by. Absent in older states. */
   readonly tscKHz?: number;
 }

@@ -5,8 +5,8 @@ import {
   constants,
   existsSync,
   openSync,
+  readdirSync,
   readFileSync,
-  realpathSync,
   rmSync,
   statSync,
 } from "node:fs";
@@ -65,6 +65,8 @@ export interface QemuDriverOptions {
 /** `sockaddr_un` holds 108 bytes with the final NUL. */
 const MAX_SOCKET_PATH = 107;
 const START_TIMEOUT_MS = 30_000;
+/** Bits of open()'s flags: reading is 0. */
+const ACCESS_MODE = 3;
 const STDERR_LOG = "qemu.stderr.log";
 
 export function createQemuDriver(options: QemuDriverOptions): VmmDriver {
@@ -238,7 +240,7 @@ class QemuDriver implements VmmDriver {
   }
 
   async #describe(): Promise<VmIdentity> {
-    const { version } = await this.#installation();
+    const { version, shielded } = await this.#installation();
     const { mode } = await this.#verdict();
     return {
       vmm: "qemu",
@@ -246,6 +248,7 @@ class QemuDriver implements VmmDriver {
       mode,
       cpuModel: mode === "kvm" ? hostCpu() : cpuModel(version, mode),
       kernelVersion: this.#options.kernelVersion ?? (await readKernelVersion(this.#options.kernelPath)),
+      ...(shielded === true ? { balloon: true as const } : {}),
       tscKHz: await this.#tickKHz(),
     };
   }
@@ -319,7 +322,7 @@ class QemuDriver implements VmmDriver {
     const handle = new QemuHandle(vmm, reference, log);
     try {
       await handle.connect(START_TIMEOUT_MS);
-      if (installation.shielded === true) requireShield(vmm.pid, this.#options.shieldPath ?? "");
+      if (installation.shielded === true) requireShield(vmm.pid, spec.memoryFile);
       if (deviceStatePath !== undefined) await handle.finishIncoming(START_TIMEOUT_MS);
     } catch (cause) {
       handle.disconnect();
@@ -332,14 +335,28 @@ class QemuDriver implements VmmDriver {
   }
 }
 
-/** Without the library this QEMU would tear the memory file of all clones. No guest has given memory back so early. */
-function requireShield(pid: number, shieldPath: string): void {
-  const maps = readFileSync(`/proc/${pid}/maps`, "utf8");
-  if (maps.includes(realpathSync(shieldPath))) return;
+/**
+ * Without the library this QEMU would tear the memory file of all clones. It is in force when the file is open for
+ * reading alone: QEMU, which wants to write here, would have it open for both. No guest has given memory back so early.
+ */
+function requireShield(pid: number, memoryFile: string): void {
+  const modes = openModes(pid, memoryFile);
+  if (modes.length > 0 && modes.every((mode) => mode === constants.O_RDONLY)) return;
   throw new AenvError({
     code: "memory_shield_missing",
-    message: `QEMU runs without ${shieldPath}, which keeps its memory file whole`,
-    remediation: "restart the server, which puts the library there again",
+    message: `QEMU runs without the library that keeps its memory file ${memoryFile} whole: it has it open ${modes.length === 0 ? "nowhere" : "for writing"}`,
+    remediation: "restart the server, which puts the library into its cache directory again",
+  });
+}
+
+/** How a process has a file open, by whatever name: the access mode of each descriptor. */
+function openModes(pid: number, path: string): number[] {
+  const { dev, ino } = statSync(path, { bigint: true });
+  return readdirSync(`/proc/${pid}/fd`).flatMap((fd) => {
+    const open = statSync(`/proc/${pid}/fd/${fd}`, { bigint: true, throwIfNoEntry: false });
+    if (open?.dev !== dev || open.ino !== ino) return [];
+    const flags = /^flags:\s*([0-7]+)$/m.exec(readFileSync(`/proc/${pid}/fdinfo/${fd}`, "utf8"))?.[1];
+    return [Number.parseInt(flags ?? "", 8) & ACCESS_MODE];
   });
 }
 
