@@ -28,7 +28,12 @@ import { createPosixRepository } from "./snapshot/index.ts";
 import { chooseExport, probeUblk, startBlockd } from "./storage/blockd/index.ts";
 import { createTemplateService } from "./template/index.ts";
 import { commit, version } from "./version.ts";
-import { createFirecrackerDriver, createQemuDriver, type FirecrackerDriverOptions } from "./vmm/index.ts";
+import {
+  createFirecrackerDriver,
+  createQemuDriver,
+  type FirecrackerDriverOptions,
+  sweepJails,
+} from "./vmm/index.ts";
 
 const HELP = `Runs the server: the E2B-compatible API, the proxy into sandboxes, and their lifecycle.
 
@@ -54,6 +59,12 @@ function availableMemoryMiB(): number {
   return kib === undefined ? Number.POSITIVE_INFINITY : Number(kib) / 1024;
 }
 
+/** Where Firecracker's jails and their control groups are. */
+function jailPlace({ firecracker }: NodeConfig): { readonly workDir: string; readonly cgroup?: string } {
+  const { workDir, cgroup } = firecracker;
+  return { workDir, ...(cgroup === "" ? {} : { cgroup }) };
+}
+
 function firecrackerOptions(
   config: NodeConfig,
   guestKernel: { readonly kernelPath: string; readonly kernelVersion: string },
@@ -64,11 +75,10 @@ function firecrackerOptions(
     binary: firecracker.binaryPath ?? "/usr/bin/firecracker",
     ...guestKernel,
     mode: virtualizationMode === "pvm" ? "pvm" : "kvm",
-    workDir: firecracker.workDir,
+    ...jailPlace(config),
     jailHelper: installAsset("aenv-jail", join(config.homePath, "cache", "bin")),
     ...(firecracker.jailerPath === undefined ? {} : { jailerPath: firecracker.jailerPath }),
     users: { firstUid: firecracker.jailUid, count: firecracker.jailUidCount, gid: firecracker.jailGid },
-    ...(firecracker.cgroup === "" ? {} : { cgroup: firecracker.cgroup }),
     ...(firecracker.cpuTemplate === undefined ? {} : { cpuTemplate: firecracker.cpuTemplate }),
     ...(firecracker.cpuTemplatePath === undefined ? {} : { cpuTemplatePath: firecracker.cpuTemplatePath }),
     bootArgs: firecracker.bootArgs,
@@ -128,6 +138,7 @@ async function startNode(config: NodeConfig, log: Logger) {
         });
   // Nothing half-starts: without these no sandbox could ever run.
   if (config.vmm === "firecracker") await vmm.probe();
+  else await sweepJails({ ...jailPlace(config), log: vmmLog });
 
   const diskExport = chooseExport(config.ublk.export, () => probeUblk(selfCommand("blockd")));
   diskExport.then(

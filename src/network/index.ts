@@ -2,6 +2,7 @@ export type { GuestLedger } from "./egress/index.ts";
 export { DEFAULT_POLICY, type EgressInput, type EgressPolicy, parseEgressPolicy } from "./egress-policy.ts";
 export { type PoolOptions, WarmPool } from "./pool.ts";
 export { createNetworkService } from "./service.ts";
+export { holdDevice, letDeviceGo } from "./stillness.ts";
 export type {
   KeptSlot,
   NetworkService,

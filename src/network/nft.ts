@@ -241,6 +241,12 @@ export class Batch {
     this.#add(Message.newTable, NLM_F_CREATE, [[1, this.#table]]);
   }
 
+  /** No error where there is none. */
+  removeTable(): void {
+    this.#add(Message.newTable, NLM_F_CREATE, [[1, this.#table]]);
+    this.#add(Message.delTable, 0, [[1, this.#table]]);
+  }
+
   /** Makes the chain unless it is there. */
   chain(name: string, base?: BaseChain): void {
     const attributes: Attribute[] = [

@@ -7,8 +7,10 @@ import {
   readdirSync,
   readFileSync,
   readlinkSync,
+  renameSync,
   rmSync,
   statSync,
+  symlinkSync,
   truncateSync,
   writeFileSync,
 } from "node:fs";
@@ -17,16 +19,19 @@ import { join, resolve } from "node:path";
 import pino from "pino";
 import { installAsset } from "../lib/assets.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
+import { FirecrackerApi } from "./firecracker/api.ts";
 import { Groups } from "./firecracker/cgroup.ts";
 import { kernelCommandLine } from "./firecracker/config.ts";
 import { staticTemplate } from "./firecracker/cpu-template.ts";
 import { checkMode } from "./firecracker/driver.ts";
+import { accountWarning, holdDirectory, readShared } from "./firecracker/jail.ts";
 import { guestRegions } from "./firecracker/memory.ts";
 import { type HostFacts, hostFacts, parseFirecrackerVersion } from "./firecracker/version.ts";
 import {
   createFirecrackerDriver,
   type FirecrackerDriverOptions,
   identityMismatch,
+  sweepJails,
   type VmHandle,
   type VmLaunchSpec,
   type VmReference,
@@ -223,6 +228,62 @@ test("control groups of version 2 have the controllers, and limits in their word
   expect(groups.list()).toEqual(["vm"]);
 });
 
+test("control groups that cannot be made leave none behind", () => {
+  const mount = mkdtempSync(join(root, "cgroup-"));
+  mkdirSync(join(mount, "cpu"));
+  writeFileSync(join(mount, "memory"), "");
+  expect(() => Groups.open("agentenv/node", mount)).toThrow("ENOTDIR");
+  expect(readdirSync(join(mount, "cpu"))).toEqual([]);
+});
+
+test("without accounts for VMMs the operator is told, root too", () => {
+  expect(accountWarning(true)).toContain("VMMs run as root");
+  expect(accountWarning(false)).toContain("the server's own account");
+});
+
+describe("a process that was taken over", () => {
+  test("leads the server nowhere by links in place of its directories", () => {
+    const base = mkdtempSync(join(root, "held-"));
+    mkdirSync(join(base, "run/own"), { recursive: true });
+    using directory = holdDirectory(base, "run/own");
+    renameSync(join(base, "run"), join(base, "moved"));
+    symlinkSync("/etc", join(base, "run"));
+    writeFileSync(join(directory.path, "file"), "");
+    expect(readdirSync(join(base, "moved/own"))).toEqual(["file"]);
+    expect(() => holdDirectory(base, "run/ssl")).toThrow("ENOTDIR");
+  });
+
+  test("leads it to no other socket, and answers no more than a server can keep", async () => {
+    const dir = mkdtempSync(join(root, "api-"));
+    const socket = join(dir, "api.sock");
+    const asked: string[] = [];
+    using _ = Bun.serve({
+      unix: socket,
+      fetch: (request) => {
+        asked.push(new URL(request.url).pathname);
+        return new Response("x".repeat(request.url.endsWith("/long") ? 4 * MiB : 100));
+      },
+    });
+    const link = join(dir, "link.sock");
+    symlinkSync(socket, link);
+    await expect(new FirecrackerApi(link, "vm").call("GET", "/x")).rejects.toMatchObject({
+      code: "vm_unreachable",
+    });
+    expect(asked).toEqual([]);
+    const api = new FirecrackerApi(socket, "vm");
+    await api.call("GET", "/short");
+    await expect(api.call("GET", "/long")).rejects.toMatchObject({ code: "vm_unreachable" });
+    expect(asked).toEqual(["/short", "/long"]);
+  });
+
+  test("has no more read of a file than there was", async () => {
+    const path = join(mkdtempSync(join(root, "state-")), "state");
+    writeFileSync(path, "12345");
+    expect(Buffer.from(await readShared(path, 5)).toString()).toBe("12345");
+    await expect(readShared(path, 4)).rejects.toMatchObject({ code: "vmm_untrusted" });
+  });
+});
+
 describe("modes", () => {
   const host = (arch: string, modules: readonly string[]) => {
     const dir = mkdtempSync(join(root, "sys-"));
@@ -396,6 +457,24 @@ describe("a VM", () => {
     expect(jailsLeft()).toEqual([]);
   });
 
+  test("has room for its root disk and 13 more, and is told so beyond that", async () => {
+    const plain = specFor("crowd");
+    const more = (count: number) =>
+      Array.from({ length: count }, (_, n) => ({ ...plain.drives[0]!, driveId: `drive${n + 1}` }));
+    const driver = driverFor();
+    await expect(driver.launch({ ...plain, drives: [...plain.drives, ...more(14)] })).rejects.toMatchObject({
+      code: "too_many_drives",
+      status: 400,
+    });
+    expect(jailsLeft()).toEqual([]);
+    await using vm = await driver.launch({ ...plain, drives: [...plain.drives, ...more(13)] });
+    expect(requests(vm).filter(({ path }) => path.startsWith("/drives/"))).toHaveLength(driver.maxDrives);
+    await driver.checkKernelArgs(["debug"]);
+    await expect(driver.checkKernelArgs([`a=${"b".repeat(2047)}`])).rejects.toMatchObject({
+      code: "invalid_boot_args",
+    });
+  });
+
   test("has the limits of its disks, a second's worth and a burst", async () => {
     const plain = specFor("limits");
     const rateLimit = { bandwidthBytesPerSec: 10 * MiB, bandwidthBurstBytes: MiB, iops: 0, iopsBurst: 5 };
@@ -540,7 +619,7 @@ describe("a VM", () => {
         .flatMap((dir) => ["memory.max", "memory.limit_in_bytes", "pids.max"].map((file) => join(dir, file)))
         .filter((path) => existsSync(path))
         .map((path) => readFileSync(path, "utf8").trim());
-      expect(values.toSorted()).toEqual(["33", String((128 + 256) * MiB)].toSorted());
+      expect(values.toSorted()).toEqual(["33", String((128 + 256 + 1) * MiB)].toSorted());
       await vm.kill();
       expect(groups().filter((dir) => dir.endsWith(name))).toEqual([]);
     }
@@ -585,6 +664,49 @@ describe("a VM", () => {
     await expect(vm.saveDeviceState(path)).rejects.toMatchObject({ code: "device_state_not_saved" });
     expect(existsSync(path)).toBe(false);
     expect(readdirSync(join(vm.reference.jailDir!, "run")).toSorted()).not.toContain("state");
+  });
+
+  test("has nothing put into its memory from before its state is saved until it runs again", async () => {
+    const inside = ["ip", "-n", namespace];
+    await tryCommand([...inside, "addr", "add", "192.0.2.1/30", "dev", "tap0"]);
+    const neighbour = ["192.0.2.2", "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "tap0"];
+    await runCommand([...inside, "link", "set", "tap0", "up"]);
+    await runCommand([...inside, "neigh", "replace", ...neighbour]);
+    const script = "echo hello > /dev/udp/192.0.2.2/9";
+    const send = async () => {
+      const argv = ["ip", "netns", "exec", namespace, "bash", "-c", script];
+      return (await tryCommand(argv)).stderr.includes("Operation not permitted") ? "held" : "sent";
+    };
+    const settings = async () =>
+      (await runCommand([...inside, "route"])) +
+      (await runCommand([...inside, "neigh", "show", "nud", "permanent"]));
+    const driver = driverFor();
+    const path = join(root, "held.state");
+    await using vm = await driver.launch(specFor("held"));
+    const before = await settings();
+    expect(before).toContain("192.0.2.2");
+    await vm.pause();
+    expect(await send()).toBe("sent");
+    await vm.saveDeviceState(path);
+    expect(await send()).toBe("held");
+    await vm.resume();
+    expect(await send()).toBe("sent");
+    expect(await settings()).toBe(before);
+    // A failure leaves nothing held.
+    await expect(vm.saveDeviceState(path)).rejects.toMatchObject({ code: "vm_not_paused" });
+    expect(await send()).toBe("sent");
+    // What a server that was killed left is undone by the next, ...
+    await vm.pause();
+    await vm.saveDeviceState(path);
+    expect(await send()).toBe("held");
+    const again = await driver.adopt(JSON.parse(JSON.stringify(vm.reference)));
+    await again!.resume();
+    expect(await send()).toBe("sent");
+    // ... and the namespace of a VM that ended can be used again.
+    await vm.pause();
+    await vm.saveDeviceState(path);
+    await vm.kill();
+    expect(await send()).toBe("sent");
   });
 
   test("that has to be given everything at once has no process to wait for it, and works the same", async () => {
@@ -671,6 +793,29 @@ describe("a VM", () => {
     expect(stdout).toMatch(/^0 /);
     expect(stdout).toContain("cannot access '/tmp'");
     expect(stdout).toContain(hostname());
+  });
+
+  test("that does not answer the next server is swept by it, with all it had", async () => {
+    const first = driverFor();
+    const vm = await first.launch(specFor("mute"));
+    const { jailDir } = vm.reference;
+    rmSync(join(jailDir!, "run/api.sock"));
+    symlinkSync("/dev/null", join(jailDir!, "run/api.sock"));
+    const second = driverFor();
+    await expect(second.adopt(vm.reference)).rejects.toMatchObject({ code: "vm_unreachable" });
+    expect(await second.sweep!()).toBe(1);
+    await vm.exited;
+    expect(existsSync(jailDir!)).toBe(false);
+  });
+
+  test("is ended by a server that uses another VMM", async () => {
+    const workDir = join(root, "jails");
+    expect(await sweepJails({ workDir: join(root, "no-jails"), log })).toBe(0);
+    expect(await sweepJails({ workDir, log })).toBe(0);
+    const vm = await driverFor().launch(specFor("other-vmm"));
+    expect(await sweepJails({ workDir, log })).toBe(1);
+    await vm.exited;
+    expect(jailsLeft()).toEqual([]);
   });
 
   test("that a jail cannot be made for is not started, and the reason is told", async () => {

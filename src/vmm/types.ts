@@ -130,6 +130,8 @@ export interface VmReference {
   readonly consoleLogPath?: string;
   /** Directory on the host of what the VMM is shut in with. Absent: it is not. */
   readonly jailDir?: string;
+  /** Its network, where the driver has to hold that still for a capture. */
+  readonly network?: Pick<VmNetwork, "netnsPath" | "tapName">;
 }
 
 export interface VmHandle extends AsyncDisposable {

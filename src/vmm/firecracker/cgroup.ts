@@ -13,6 +13,17 @@ export interface GroupLimits {
 const CONTROLLERS = ["cpu", "memory", "pids"] as const;
 const PERIOD_US = 100_000;
 
+function enableControllers(mount: string, parent: string): void {
+  const all = CONTROLLERS.map((name) => `+${name}`).join(" ");
+  let dir = mount;
+  writeFileSync(join(dir, "cgroup.subtree_control"), all);
+  for (const part of parent.split("/").filter((part) => part !== "")) {
+    dir = join(dir, part);
+    mkdirSync(dir, { recursive: true });
+    writeFileSync(join(dir, "cgroup.subtree_control"), all);
+  }
+}
+
 /** One control group for each VMM, below one parent. Version 2 or 1 of the kernel's interface, as mounted. */
 export class Groups {
   readonly #parents: readonly string[];
@@ -27,20 +38,18 @@ export class Groups {
 
   /** `parent` is a path below the mount. Throws where no groups with these controllers can be made. */
   static open(parent: string, mount = "/sys/fs/cgroup"): Groups {
-    if (existsSync(join(mount, "cgroup.controllers"))) {
-      const all = CONTROLLERS.map((name) => `+${name}`).join(" ");
-      let dir = mount;
-      writeFileSync(join(dir, "cgroup.subtree_control"), all);
-      for (const part of parent.split("/").filter((part) => part !== "")) {
-        dir = join(dir, part);
-        mkdirSync(dir, { recursive: true });
-        writeFileSync(join(dir, "cgroup.subtree_control"), all);
-      }
-      return new Groups([dir], true, mount);
+    const unified = existsSync(join(mount, "cgroup.controllers"));
+    const parents = unified ? [join(mount, parent)] : CONTROLLERS.map((name) => join(mount, name, parent));
+    const groups = new Groups(parents, unified, mount);
+    try {
+      if (unified) enableControllers(mount, parent);
+      else for (const dir of parents) mkdirSync(dir, { recursive: true });
+    } catch (error) {
+      // Those that were made before.
+      groups.close();
+      throw error;
     }
-    const parents = CONTROLLERS.map((name) => join(mount, name, parent));
-    for (const dir of parents) mkdirSync(dir, { recursive: true });
-    return new Groups(parents, false, mount);
+    return groups;
   }
 
   /** Directories of a group, each of which a process joins. Made if need be. */
@@ -105,7 +114,10 @@ export class Groups {
         try {
           rmdirSync(dir);
         } catch (error) {
-          if (!["EBUSY", "ENOTEMPTY", "ENOENT"].includes(errorCode(error) ?? "")) throw error;
+          const code = errorCode(error) ?? "";
+          // One below may not have been made.
+          if (code === "ENOENT") continue;
+          if (!["EBUSY", "ENOTEMPTY"].includes(code)) throw error;
           break;
         }
       }

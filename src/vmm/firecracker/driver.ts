@@ -1,9 +1,11 @@
 import {
   accessSync,
+  closeSync,
   constants,
   copyFileSync,
   existsSync,
   mkdirSync,
+  readFileSync,
   rmSync,
   statSync,
   symlinkSync,
@@ -15,6 +17,7 @@ import { tryCommand } from "../../lib/command.ts";
 import { publishDurable, removeTree } from "../../lib/durable.ts";
 import { AenvError, errorChain } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
+import { holdDevice, letDeviceGo } from "../../network/index.ts";
 import { endProcess, hostCpu, hostCpuVendor, once, settled } from "../common.ts";
 import { readKernelVersion } from "../kernel.ts";
 import { adoptVmm, readTail, type VmmProcess } from "../process.ts";
@@ -48,13 +51,13 @@ import { customTemplate, type StaticTemplate, staticTemplate } from "./cpu-templ
 import {
   INSIDE,
   type Jail,
+  groupMemory,
   type JailEntry,
   Jails,
   type JailUsers,
   letRead,
   mayChangeUser,
   mayEquip,
-  OVERHEAD_BYTES,
   readShared,
 } from "./jail.ts";
 import { findGuestRegions } from "./memory.ts";
@@ -298,7 +301,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
   async #startJail(
     network: VmNetwork,
     maxFileBytes: number,
-    limits: GroupLimits = { memoryBytes: OVERHEAD_BYTES, cpus: 1, processes: THREADS },
+    limits: GroupLimits = { memoryBytes: groupMemory(0), cpus: 1, processes: THREADS },
     entries: readonly JailEntry[] = [],
   ): Promise<Jail> {
     const { capture, socketTimeoutMs, socketPollMs } = this.#options;
@@ -310,8 +313,8 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     ];
     const jail = await this.#jails.start(network, args, limits, maxFileBytes, entries);
     try {
-      const api = new FirecrackerApi(jail.socketPath, jail.name);
-      await answers(jail.process, api, jail.socketPath, jail.name, socketTimeoutMs, socketPollMs);
+      const api = new FirecrackerApi(jail.apiPath, jail.name);
+      await answers(jail.process, api, jail.apiPath, jail.name, socketTimeoutMs, socketPollMs);
     } catch (error) {
       jail.process.signal("SIGKILL");
       const { stderrTail } = await jail.process.exited;
@@ -367,7 +370,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     const memoryBytes = memoryMiB * 2 ** 20;
     const maxFileBytes = memoryBytes + STATE_BYTES;
     const limits = {
-      memoryBytes: memoryBytes + OVERHEAD_BYTES,
+      memoryBytes: groupMemory(memoryBytes),
       cpus: vcpuCount + 1,
       processes: vcpuCount + THREADS,
     };
@@ -380,18 +383,14 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     undo.use(jail);
     const output = this.#capture(jail, spec.vmId, spec.consoleLogPath);
     undo.use(output);
-    const api = new FirecrackerApi(jail.socketPath, spec.vmId);
+    const api = new FirecrackerApi(jail.apiPath, spec.vmId);
     let regions: readonly MemoryRegion[] | undefined;
     try {
       for (const drive of spec.drives) {
         const { name, target } = driveLink(drive);
         symlinkSync(target, join(jail.sharedDir, name));
       }
-      if (restoring) {
-        const state = join(jail.sharedDir, STATE_FILE);
-        copyFileSync(deviceStatePath, state);
-        jail.give(state);
-      }
+      if (restoring) jail.give(STATE_FILE, readFileSync(deviceStatePath));
       for (const { method, path, body, timeoutMs } of requests) await api.call(method, path, body, timeoutMs);
       if (!restoring && memoryBytes > ONE_REGION_BYTES)
         regions = findGuestRegions(jail.process.pid, memoryMiB);
@@ -418,21 +417,27 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     undo.move();
     return new FirecrackerHandle(jail.process, reference, this.#options.log, jail, output, snapshotType);
   }
+      network: { netnsPath: spec.network.netnsPath, tapName: spec.network.tapName },
 
   /** What the process writes from here on, and wrote before, goes to the VM's files. */
   #capture(jail: Jail, vmId: string, consolePath: string): Output {
     const { capture, log } = this.#options;
     const failed = (error: unknown) => log.warn({ err: error, vmId }, "a VM's output cannot be kept");
-    const pumps: Pump[] = [];
-    const files = [new RotatingFile(consolePath, CONSOLE_BYTES)];
+    using opened = new DisposableStack();
+    const file = (path: string, bytes: number) => opened.use(new RotatingFile(path, bytes));
+    const pipe = (path: string) => opened.adopt(openPipe(path), closeSync);
+    const consoles = [file(consolePath, CONSOLE_BYTES)];
+    const wanted: [number, RotatingFile[]][] = [];
     if (capture !== undefined) {
       const dir = join(capture.dir, vmId);
       mkdirSync(dir, { recursive: true, mode: 0o750 });
-      files.push(new RotatingFile(join(dir, "console.log"), CONSOLE_BYTES));
-      const own = new RotatingFile(join(dir, "firecracker.log"), LOG_BYTES);
-      pumps.push(new Pump(openPipe(jail.logPipe), [own], failed));
+      consoles.push(file(join(dir, "console.log"), CONSOLE_BYTES));
+      wanted.push([pipe(jail.logPipe), [file(join(dir, "firecracker.log"), LOG_BYTES)]]);
     }
-    pumps.push(new Pump(openPipe(jail.consolePipe), files, failed));
+    wanted.push([pipe(jail.consolePipe), consoles]);
+    // Nothing fails any more: they take over what was opened.
+    opened.move();
+    const pumps = wanted.map(([fd, files]) => new Pump(fd, files, failed));
     return new Output(pumps, () => {
       if (capture === undefined || !existsSync(jail.stderrPath)) return;
       copyFileSync(jail.stderrPath, join(capture.dir, vmId, "stderr.log"));
@@ -453,16 +458,14 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
       vmm = jail?.process;
     }
     if (vmm === undefined) return undefined;
-    const { controlSocketPath } = reference;
     try {
-      await answers(
-        vmm,
-        new FirecrackerApi(controlSocketPath, vmId),
-        controlSocketPath,
-        vmId,
-        5000,
-        socketPollMs,
-      );
+      const apiPath = jail?.apiPath ?? reference.controlSocketPath;
+      const api = new FirecrackerApi(apiPath, vmId);
+      await answers(vmm, api, apiPath, vmId, 5000, socketPollMs);
+      const snapshotType = this.#snapshotType(await this.#version());
+      if (jail !== undefined && reference.consoleLogPath !== undefined)
+        output = this.#capture(jail, vmId, reference.consoleLogPath);
+      return new FirecrackerHandle(vmm, reference, log, jail, output, snapshotType, true);
     } catch (cause) {
       if (await settled(vmm.exited, 300)) return undefined;
       throw new AenvError({
@@ -471,17 +474,10 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
         remediation: `kill process ${pid} to give the VM up`,
         cause,
       });
+      // Whoever ends the process sweeps the rest.
+      jail?.abandon();
     }
-    if (jail !== undefined && reference.consoleLogPath !== undefined)
-      output = this.#capture(jail, vmId, reference.consoleLogPath);
-    return new FirecrackerHandle(
-      vmm,
-      reference,
-      log,
-      jail,
-      output,
-      this.#snapshotType(await this.#version()),
-    );
+      if (!(cause instanceof AenvError && ["vm_unreachable", "vm_gone"].includes(cause.code))) throw cause;
   }
 }
 
@@ -626,15 +622,19 @@ class FirecrackerHandle implements VmHandle {
     log: Logger,
     jail: Jail | undefined,
     output: Output | undefined,
+  /** Also when an earlier server may have: its capture has no end. */
+  #held: boolean;
     snapshotType: "Diff" | "Full",
   ) {
     this.reference = reference;
     this.#snapshotType = snapshotType;
     this.#process = process;
     this.#jail = jail;
-    this.api = new FirecrackerApi(reference.controlSocketPath, reference.vmId);
+    this.api = new FirecrackerApi(jail?.apiPath ?? reference.controlSocketPath, reference.vmId);
     this.exited = process.exited.then((exit) => {
+    held = false,
       this.#gone = true;
+    this.#held = held;
       output?.[Symbol.dispose]();
       const { exitCode, signal } = exit;
       log.info({ vmId: reference.vmId, pid: reference.pid, exitCode, signal }, "VM process ended");
@@ -653,9 +653,38 @@ class FirecrackerHandle implements VmHandle {
     if (!this.#gone) return;
     throw new AenvError({
       code: "vm_gone",
+      try {
+        // The namespace may be another VM's next.
+        await this.#letNetworkGo();
+      } catch (error) {
+        log.error({ err: error, vmId: reference.vmId }, "the network of an ended VM is still held");
+      }
       status: 409,
       message: `the process of VM ${this.reference.vmId} has ended`,
     });
+  /**
+   * Firecracker goes on putting what comes through the tap into a paused guest's memory, which is read after the
+   * device state: what came between would be in the one and not in the other, and a restored guest's network card
+   * would use buffers again that the guest has back. So nothing reaches the tap from before the state is saved until
+   * the VM runs again, and what was on its way is done with: a round of its event loop for what waits, one for answers
+   * to that, and as each request may come in the midst of a round, one more.
+   */
+  async #holdNetwork(): Promise<void> {
+    const { network } = this.reference;
+    // References of older versions do not name it.
+    if (network === undefined) return;
+    this.#held = true;
+    await holdDevice(network.netnsPath, network.tapName);
+    for (let i = 0; i < 3; i++) await this.api.call("GET", "/version");
+  }
+
+  async #letNetworkGo(): Promise<void> {
+    const { network } = this.reference;
+    if (network === undefined || !this.#held) return;
+    await letDeviceGo(network.netnsPath);
+    this.#held = false;
+  }
+
   }
 
   async pause(): Promise<void> {
@@ -672,6 +701,7 @@ class FirecrackerHandle implements VmHandle {
    * Upstream saves device state and memory together: the pages go to a sparse file that is dropped, ours are
    * taken from the process.
    */
+    await this.#letNetworkGo();
   async saveDeviceState(path: string): Promise<void> {
     this.#usable();
     const temporary = `${path}.tmp`;
@@ -682,7 +712,8 @@ class FirecrackerHandle implements VmHandle {
         : { here: join(this.#jail.sharedDir, file), there: `${INSIDE}/${file}` };
     const [state, pages] = [at(STATE_FILE), at(PAGES_FILE)];
     const clear = async () => {
-      for (const file of [state.here, pages.here]) await rm(file, { force: true, recursive: true });
+      // What is no file is none of ours: it stays, and the save fails.
+      for (const file of [state.here, pages.here]) await rm(file, { force: true });
     };
     try {
       await clear();
@@ -693,10 +724,12 @@ class FirecrackerHandle implements VmHandle {
         SAVE_TIMEOUT_MS,
       );
       await writeFile(temporary, await readShared(state.here, STATE_BYTES), { mode: 0o600 });
+      await this.#holdNetwork();
       await publishDurable(temporary, path);
       await clear();
     } catch (cause) {
-      await Promise.all([removeTree(temporary), clear()]);
+      // An error of these says no more than the one there is.
+      await Promise.allSettled([removeTree(temporary), clear(), this.#letNetworkGo()]);
       throw new AenvError({
         code:
           cause instanceof AenvError && /pause/i.test(cause.message)

@@ -4,11 +4,13 @@ import {
   closeSync,
   constants,
   existsSync,
+  fchownSync,
   mkdirSync,
   openSync,
   readdirSync,
   readFileSync,
   statSync,
+  writeFileSync,
 } from "node:fs";
 import { open } from "node:fs/promises";
 import { basename, join } from "node:path";
@@ -18,6 +20,7 @@ import { AenvError } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import { adoptVmm, processLives, readProcessStat, spawnDetached, type VmmProcess } from "../process.ts";
 import type { VmNetwork } from "../types.ts";
+import { O_PATH } from "./api.ts";
 import { type GroupLimits, Groups } from "./cgroup.ts";
 import { openPipe } from "./output.ts";
 
@@ -56,7 +59,12 @@ const PROGRAM = "/firecracker";
 const PREFIX = "agentenv-fc-";
 const DEVICES = ["/dev/kvm", "/dev/net/tun", "/dev/urandom"];
 /** What Firecracker itself takes beside the guest's memory, with room: threads, buffers, page cache of its files. */
-export const OVERHEAD_BYTES = 256 * 2 ** 20;
+const OVERHEAD_BYTES = 256 * 2 ** 20;
+
+/** Of a guest's memory and what the host keeps beside it: page tables (a 512th), twice with the hypervisor's, bitmaps. */
+export function groupMemory(guestBytes: number): number {
+  return guestBytes + OVERHEAD_BYTES + Math.ceil(guestBytes / 128);
+}
 /** Linux' capabilities by number: to give files and processes to another account, and to make device nodes. */
 const ACCOUNT_CAPABILITIES = [0n, 6n, 7n, 27n];
 
@@ -81,6 +89,27 @@ export function mayEquip(status?: string): boolean {
   return hasCapabilities(ENTER_CAPABILITIES, status);
 }
 
+/**
+ * Removes what Firecracker's driver left in `workDir` when the server runs another one now: its VMs cannot be taken
+ * over, and would stay for ever. Cheap where there is none.
+ */
+export async function sweepJails(options: Pick<JailsOptions, "workDir" | "cgroup" | "log">): Promise<number> {
+  let names: string[];
+  try {
+    names = readdirSync(options.workDir);
+  } catch (error) {
+    if (errorCode(error) === "ENOENT") return 0;
+    throw error;
+  }
+  if (!names.some((name) => name.startsWith(PREFIX))) return 0;
+  const jails = new Jails({ ...options, binary: "", helper: "" });
+  try {
+    return await jails.sweep();
+  } finally {
+    jails.close();
+  }
+}
+
 /** One thing a jail is given of the host. */
 export interface JailEntry {
   readonly kind: "ro" | "rw" | "node";
@@ -95,7 +124,9 @@ export interface Jail extends AsyncDisposable {
   readonly process: VmmProcess;
   /** The shared directory, as the server sees it. What lies there is the jailed process's word. */
   readonly sharedDir: string;
+  /** The API's socket, as anybody on the host can name it as long as the process runs, and as this server reaches it. */
   readonly socketPath: string;
+  readonly apiPath: string;
   /** Pipes with the console and with Firecracker's log. */
   readonly consolePipe: string;
   readonly logPipe: string;
@@ -103,8 +134,48 @@ export interface Jail extends AsyncDisposable {
   readonly gid: number | undefined;
   /** Gives it what it needs for one VM, and the VM's limits. */
   equip(entries: readonly JailEntry[], limits: GroupLimits, maxFileBytes: number): Promise<void>;
-  /** Makes a file of the shared directory the process's own. */
-  give(path: string): void;
+  /** Makes a file of the shared directory that is the process's own. Throws where the name is taken. */
+  give(file: string, bytes: Uint8Array): void;
+  /** Leaves it to the next sweep, in place of disposing. */
+  abandon(): void;
+}
+
+/** Where VMMs have no accounts of their own. */
+export function accountWarning(root: boolean): string {
+  return root
+    ? "VMMs run as root: to give each an account of its own the server needs CAP_CHOWN, CAP_SETGID, CAP_SETUID and CAP_MKNOD"
+    : "VMMs run under the server's own account: to give each one of its own the server has to run as root";
+}
+
+/** A directory held by a descriptor: its path leads there whatever becomes of its name. */
+interface HeldDirectory extends Disposable {
+  readonly path: string;
+}
+
+const FOLLOW_NOTHING = O_PATH | constants.O_DIRECTORY | constants.O_NOFOLLOW;
+
+/**
+ * `inside` below `base`. The directories of `inside` are of the jailed process's account, so that it may put links in
+ * their place: none is followed. Throws (ENOTDIR, ELOOP) where one is there.
+ */
+export function holdDirectory(base: string, inside: string): HeldDirectory {
+  let fd = openSync(base, FOLLOW_NOTHING);
+  for (const part of inside.split("/").filter((part) => part !== "")) {
+    const above = fd;
+    try {
+      fd = openSync(`/proc/self/fd/${above}/${part}`, FOLLOW_NOTHING);
+    } finally {
+      closeSync(above);
+    }
+  }
+  let open = true;
+  return {
+    path: `/proc/self/fd/${fd}`,
+    [Symbol.dispose]: () => {
+      if (open) closeSync(fd);
+      open = false;
+    },
+  };
 }
 
 export class Jails {
@@ -122,11 +193,7 @@ export class Jails {
   warnings(): string[] {
     const { users, cgroup } = this.#options;
     return [
-      ...(users === undefined && process.geteuid?.() !== 0
-        ? [
-            "VMMs run under the server's own account: to give each one of its own the server has to run as root",
-          ]
-        : []),
+      ...(users === undefined ? [accountWarning(process.geteuid?.() === 0)] : []),
       ...(cgroup !== undefined && this.#openGroups() === undefined
         ? [`VMMs run without limits of CPU and memory: no control groups can be made below ${cgroup}`]
         : []),
@@ -151,10 +218,15 @@ export class Jails {
     const uid = this.#takeUid();
     undo.defer(() => this.#forget(name, uid));
     this.#own.add(name);
-    const sharedDir = this.#sharedDir(dir, name);
     mkdirSync(dir, { recursive: true, mode: 0o700 });
     undo.defer(() => removeTree(dir));
-    mkdirSync(sharedDir, { recursive: true, mode: jailer === undefined ? 0o700 : 0o755 });
+    const upstreamRoot = jailer === undefined ? undefined : join(dir, basename(binary), name, "root");
+    mkdirSync(upstreamRoot === undefined ? join(dir, "run") : join(upstreamRoot, INSIDE), {
+      recursive: true,
+      mode: upstreamRoot === undefined ? 0o700 : 0o755,
+    });
+    const shared = undo.use(holdShared(dir, upstreamRoot));
+    const sharedDir = shared.path;
     const user = uid === undefined ? undefined : { uid, gid: this.#options.users!.gid };
     if (user !== undefined) chownSync(sharedDir, user.uid, user.gid);
     const groups = this.#openGroups()?.make(name, limits) ?? [];
@@ -177,7 +249,7 @@ export class Jails {
       command = [
         ...[helper, "run", "--root", root, "--netns", network.netnsPath, "--tap", network.tapName],
         ...groups.flatMap((group) => ["--cgroup", group]),
-        ...["--ro", binary, PROGRAM, "--rw", sharedDir, INSIDE],
+        ...["--ro", binary, PROGRAM, "--rw", join(dir, "run"), INSIDE],
         ...(this.#options.alsoVisible ?? []).flatMap((path) => ["--ro", path, path]),
         ...devices.flatMap((path) => ["--node", path, path]),
         ...entryArgs(entries),
@@ -214,25 +286,28 @@ export class Jails {
       await vmm.exited;
     });
     if (jailer !== undefined) this.#joinLater(name, vmm);
-    const jail = this.#jail(dir, name, sharedDir, vmm, user, uid);
+    const jail = this.#jail(dir, name, shared, vmm, user, uid);
     undo.move();
     return jail;
   }
 
-  /** The jail of a process that an earlier server started; undefined when that is gone. Its rest is swept then. */
+  /**
+   * The jail of a process that an earlier server started; undefined when that is gone. Its rest is swept then, and so it
+   * is after an error.
+   */
   adopt(dir: string, pid: number, startTimeTicks: string): Jail | undefined {
     const vmm = adoptVmm(pid, startTimeTicks, join(dir, "stderr.log"));
     if (vmm === undefined) return undefined;
     const name = basename(dir);
-    this.#own.add(name);
     const { users } = this.#options;
     const status = /^Uid:\s+(\d+)/m.exec(readFileSync(`/proc/${pid}/status`, "utf8"))?.[1];
     const uid = status === undefined || users === undefined ? undefined : Number(status);
-    if (uid !== undefined) this.#uids.add(uid);
     const upstream = readdirSync(dir).find((entry) => existsSync(join(dir, entry, name, "root")));
-    const sharedDir = upstream === undefined ? join(dir, "run") : join(dir, upstream, name, "root", INSIDE);
+    const shared = holdShared(dir, upstream === undefined ? undefined : join(dir, upstream, name, "root"));
     const user = uid === undefined ? undefined : { uid, gid: users!.gid };
-    return this.#jail(dir, name, sharedDir, vmm, user, uid);
+    this.#own.add(name);
+    if (uid !== undefined) this.#uids.add(uid);
+    return this.#jail(dir, name, shared, vmm, user, uid);
   }
 
   /** Ends processes and removes directories and groups of jails that no one here started or took over. */
@@ -271,11 +346,6 @@ export class Jails {
   /** Nothing is started any more. */
   close(): void {
     this.#groups?.close();
-  }
-
-  #sharedDir(dir: string, name: string): string {
-    const { jailer, binary } = this.#options;
-    return jailer === undefined ? join(dir, "run") : join(dir, basename(binary), name, "root", INSIDE);
   }
 
   #openGroups(): Groups | undefined {
@@ -340,15 +410,17 @@ export class Jails {
   #jail(
     dir: string,
     name: string,
-    sharedDir: string,
+    shared: HeldDirectory,
     vmm: VmmProcess,
     user: { readonly uid: number; readonly gid: number } | undefined,
     uid: number | undefined,
   ): Jail {
+    const sharedDir = shared.path;
     let ending: Promise<void> | undefined;
     const end = async (): Promise<void> => {
       vmm.signal("SIGKILL");
       await vmm.exited;
+      shared[Symbol.dispose]();
       this.#removeGroup(name);
       await removeTree(dir);
       this.#forget(name, uid);
@@ -358,8 +430,8 @@ export class Jails {
       dir,
       process: vmm,
       sharedDir,
-      // Through the process's own root: the name is short wherever the directory lies.
       socketPath: `/proc/${vmm.pid}/root${SOCKET}`,
+      apiPath: join(sharedDir, basename(SOCKET)),
       consolePipe: join(dir, "console"),
       logPipe: join(sharedDir, LOG_PIPE),
       stderrPath: join(dir, "stderr.log"),
@@ -372,8 +444,19 @@ export class Jails {
           ...entryArgs(entries),
         ]);
       },
-      give: (path) => {
-        if (user !== undefined) chownSync(path, user.uid, user.gid);
+      give: (file, bytes) => {
+        const { O_WRONLY, O_CREAT, O_EXCL, O_NOFOLLOW } = constants;
+        const fd = openSync(join(sharedDir, file), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, 0o600);
+        try {
+          writeFileSync(fd, bytes);
+          if (user !== undefined) fchownSync(fd, user.uid, user.gid);
+        } finally {
+          closeSync(fd);
+        }
+      },
+      abandon: () => {
+        shared[Symbol.dispose]();
+        this.#forget(name, uid);
       },
       [Symbol.asyncDispose]: () => {
         ending ??= end();
@@ -381,6 +464,13 @@ export class Jails {
       },
     };
   }
+}
+
+/** The shared directory: with our jail beside its root, with upstream's below it. */
+function holdShared(dir: string, upstreamRoot: string | undefined): HeldDirectory {
+  return upstreamRoot === undefined
+    ? holdDirectory(join(dir, "run"), "")
+    : holdDirectory(upstreamRoot, INSIDE);
 }
 
 function entryArgs(entries: readonly JailEntry[]): string[] {
@@ -432,7 +522,17 @@ export async function readShared(path: string, maxBytes: number): Promise<Uint8A
   const file = await open(path, constants.O_RDONLY | constants.O_NOFOLLOW | constants.O_NONBLOCK);
   try {
     const stat = await file.stat();
-    if (stat.isFile() && stat.nlink === 1 && stat.size <= maxBytes) return await file.readFile();
+    if (stat.isFile() && stat.nlink === 1 && stat.size <= maxBytes) {
+      // No more than there was: it may grow while this reads.
+      const bytes = new Uint8Array(stat.size);
+      let filled = 0;
+      while (filled < bytes.length) {
+        const { bytesRead } = await file.read(bytes, filled, bytes.length - filled, filled);
+        if (bytesRead === 0) break;
+        filled += bytesRead;
+      }
+      return bytes.subarray(0, filled);
+    }
   } finally {
     await file.close();
   }

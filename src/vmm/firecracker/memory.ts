@@ -6,8 +6,9 @@ import type { MemoryRegion } from "../types.ts";
  * Where Firecracker's process has the memory of a guest that it booted. Up to 3 GiB it is one anonymous mapping; more is
  * divided in two, which leave the addresses below 4 GiB to devices. Of two that touch the kernel makes one, the second
  * before the first (seen with 1.12). Which is the first is told by what Firecracker puts there before it starts the
- * guest: the start record of PVH at 0x6000, or Linux' boot parameters at 0x7000. So this is asked at the start, before
- * a guest can have a word in it.
+ * guest: the start record of PVH at 0x6000, or Linux' boot parameters at 0x7000. So this is asked as soon as the guest
+ * has been started, when its kernel, which the node chose, has hardly begun; nothing of the guest's users runs yet. One
+ * that put the words elsewhere, too, would have the VM's start refused.
  */
 
 /** Size of the first region where there are two: before 1.13, and since. */
