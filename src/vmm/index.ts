@@ -1,8 +1,8 @@
 import type { VmIdentity } from "./types.ts";
 
 export { checkMode, createFirecrackerDriver, type FirecrackerDriverOptions } from "./firecracker/driver.ts";
-export { createQemuDriver, killVm, type QemuDriverOptions } from "./qemu/driver.ts";
 export { sweepJails } from "./firecracker/jail.ts";
+export { createQemuDriver, killVm, type QemuDriverOptions } from "./qemu/driver.ts";
 export type * from "./types.ts";
 
 /** Two measurements of one host's counter differ by far less, two kinds of host by more. */

@@ -49,9 +49,9 @@ import {
 } from "./config.ts";
 import { customTemplate, type StaticTemplate, staticTemplate } from "./cpu-template.ts";
 import {
+  groupMemory,
   INSIDE,
   type Jail,
-  groupMemory,
   type JailEntry,
   Jails,
   type JailUsers,
@@ -410,6 +410,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
       memoryFile: spec.memoryFile,
       jailDir: jail.dir,
       consoleLogPath: spec.consoleLogPath,
+      network: { netnsPath: spec.network.netnsPath, tapName: spec.network.tapName },
       ...(restoring ? { memoryMappedAs: MEMORY } : { anonymousMemory: true }),
       ...(regions === undefined ? {} : { memoryRegions: regions }),
     };
@@ -417,7 +418,6 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     undo.move();
     return new FirecrackerHandle(jail.process, reference, this.#options.log, jail, output, snapshotType);
   }
-      network: { netnsPath: spec.network.netnsPath, tapName: spec.network.tapName },
 
   /** What the process writes from here on, and wrote before, goes to the VM's files. */
   #capture(jail: Jail, vmId: string, consolePath: string): Output {
@@ -467,17 +467,17 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
         output = this.#capture(jail, vmId, reference.consoleLogPath);
       return new FirecrackerHandle(vmm, reference, log, jail, output, snapshotType, true);
     } catch (cause) {
+      // Whoever ends the process sweeps the rest.
+      jail?.abandon();
       if (await settled(vmm.exited, 300)) return undefined;
+      if (!(cause instanceof AenvError && ["vm_unreachable", "vm_gone"].includes(cause.code))) throw cause;
       throw new AenvError({
         code: "vm_unreachable",
         message: `VM ${vmId} (process ${pid}) runs but does not answer on its API socket`,
         remediation: `kill process ${pid} to give the VM up`,
         cause,
       });
-      // Whoever ends the process sweeps the rest.
-      jail?.abandon();
     }
-      if (!(cause instanceof AenvError && ["vm_unreachable", "vm_gone"].includes(cause.code))) throw cause;
   }
 }
 
@@ -615,6 +615,8 @@ class FirecrackerHandle implements VmHandle {
   readonly #snapshotType: "Diff" | "Full";
   #gone = false;
   #killing: Promise<void> | undefined;
+  /** Also when an earlier server may have: its capture has no end. */
+  #held: boolean;
 
   constructor(
     process: VmmProcess,
@@ -622,19 +624,17 @@ class FirecrackerHandle implements VmHandle {
     log: Logger,
     jail: Jail | undefined,
     output: Output | undefined,
-  /** Also when an earlier server may have: its capture has no end. */
-  #held: boolean;
     snapshotType: "Diff" | "Full",
+    held = false,
   ) {
+    this.#held = held;
     this.reference = reference;
     this.#snapshotType = snapshotType;
     this.#process = process;
     this.#jail = jail;
     this.api = new FirecrackerApi(jail?.apiPath ?? reference.controlSocketPath, reference.vmId);
     this.exited = process.exited.then((exit) => {
-    held = false,
       this.#gone = true;
-    this.#held = held;
       output?.[Symbol.dispose]();
       const { exitCode, signal } = exit;
       log.info({ vmId: reference.vmId, pid: reference.pid, exitCode, signal }, "VM process ended");
@@ -646,22 +646,15 @@ class FirecrackerHandle implements VmHandle {
       } catch (error) {
         log.error({ err: error, vmId: reference.vmId }, "the jail of a VM could not be removed");
       }
-    });
-  }
-
-  #usable(): void {
-    if (!this.#gone) return;
-    throw new AenvError({
-      code: "vm_gone",
       try {
         // The namespace may be another VM's next.
         await this.#letNetworkGo();
       } catch (error) {
         log.error({ err: error, vmId: reference.vmId }, "the network of an ended VM is still held");
       }
-      status: 409,
-      message: `the process of VM ${this.reference.vmId} has ended`,
     });
+  }
+
   /**
    * Firecracker goes on putting what comes through the tap into a paused guest's memory, which is read after the
    * device state: what came between would be in the one and not in the other, and a restored guest's network card
@@ -685,6 +678,13 @@ class FirecrackerHandle implements VmHandle {
     this.#held = false;
   }
 
+  #usable(): void {
+    if (!this.#gone) return;
+    throw new AenvError({
+      code: "vm_gone",
+      status: 409,
+      message: `the process of VM ${this.reference.vmId} has ended`,
+    });
   }
 
   async pause(): Promise<void> {
@@ -694,6 +694,7 @@ class FirecrackerHandle implements VmHandle {
 
   async resume(): Promise<void> {
     this.#usable();
+    await this.#letNetworkGo();
     await this.api.call("PATCH", "/vm", { state: "Resumed" });
   }
 
@@ -701,7 +702,6 @@ class FirecrackerHandle implements VmHandle {
    * Upstream saves device state and memory together: the pages go to a sparse file that is dropped, ours are
    * taken from the process.
    */
-    await this.#letNetworkGo();
   async saveDeviceState(path: string): Promise<void> {
     this.#usable();
     const temporary = `${path}.tmp`;
@@ -717,6 +717,7 @@ class FirecrackerHandle implements VmHandle {
     };
     try {
       await clear();
+      await this.#holdNetwork();
       await this.api.call(
         "PUT",
         "/snapshot/create",
@@ -724,7 +725,6 @@ class FirecrackerHandle implements VmHandle {
         SAVE_TIMEOUT_MS,
       );
       await writeFile(temporary, await readShared(state.here, STATE_BYTES), { mode: 0o600 });
-      await this.#holdNetwork();
       await publishDurable(temporary, path);
       await clear();
     } catch (cause) {
