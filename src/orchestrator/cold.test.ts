@@ -5,6 +5,7 @@ import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
 import { silent, testOptions } from "../../tests/support/orchestrator.ts";
 import type { ResolvedImage, ResolveOptions } from "../image/types.ts";
 import { AenvError } from "../lib/errors.ts";
+import type { BootPlan } from "../sandbox/types.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import { createOrchestrator, type OrchestratorOptions } from "./index.ts";
 import type { CreateColdSandboxRequest, LifecycleEvent, NodeOrchestrator } from "./types.ts";
@@ -192,6 +193,26 @@ describe("cold start", () => {
     ownSize = GIB;
     const fixed = request({ attachedDrives: [{ ...drive, diskSizeMiB: 8192 }] });
     expect(await failing(orchestrator.createCold(fixed))).toMatchObject({ code: "disk_size_fixed" });
+  });
+
+  test("what the VMM has no room for is said before anything is downloaded", async () => {
+    const plans: BootPlan[] = [];
+    factory.faults.checkBoot = (plan) => {
+      plans.push(plan);
+      throw new AenvError({ code: "too_many_drives", status: 400, message: "no room" });
+    };
+    const drive = { driveId: "data", image: "data:1", readOnly: true, subPath: "a" };
+    const asked = request({ attachedDrives: [drive], extraBootArgs: "debug x" });
+    expect(await failing(orchestrator.createCold(asked))).toMatchObject({
+      code: "too_many_drives",
+      status: 400,
+      message: expect.stringContaining("no room"),
+    });
+    expect(plans).toMatchObject([
+      { drives: [{ readOnly: true, mountPath: "/mnt/data", subPath: "a" }], extraBootArgs: ["debug"] },
+    ]);
+    expect(resolved).toEqual([]);
+    expect(orchestrator.list()).toEqual([]);
   });
 
   test("what cannot be had is said before anything is started", async () => {

@@ -692,6 +692,9 @@ class SandboxOrchestrator implements NodeOrchestrator {
     });
     const start = async () => {
       const began = performance.now();
+      // Before anything is downloaded.
+      await this.#options.sandboxes.checkBoot({ drives: planned, extraBootArgs: bootWords });
+      this.#refuseWhenClosing();
       using held = new DisposableStack();
       const files: string[] = [];
       const disk = async (reference: string, sizeMiB: number, wanted: number | undefined) => {

@@ -214,7 +214,7 @@ export interface Orchestrator extends AsyncDisposable {
   /**
    * Boots a sandbox from an image, which is downloaded and converted when it is not here. Errors:
    * those of the image service, `disk_shrink_refused`, `disk_size_fixed`, `invalid_boot_args`, `invalid_drive`,
-   * `drive_mount_failed` 400.
+   * `too_many_drives`, `drive_mount_failed` 400.
    */
   createCold(request: CreateColdSandboxRequest): Promise<SandboxRecord>;
   get(id: string): SandboxRecord;

@@ -23,6 +23,7 @@ import type { NetworkService, NetworkSlot } from "../network/types.ts";
 import { type SupervisedBlockd, superviseBlockd } from "../storage/blockd/index.ts";
 import type { BlockClient } from "../storage/blockd/protocol.ts";
 import { createLayerWriter, type LayerRef, openStack } from "../storage/overlaybd/index.ts";
+import { checkKernelLine } from "../vmm/index.ts";
 import type { VmExit, VmHandle, VmLaunchSpec, VmmDriver, VmRestoreSpec } from "../vmm/types.ts";
 import { createSandboxFactory } from "./index.ts";
 import { processStartTicks } from "./live.ts";
@@ -174,6 +175,8 @@ const launch = async (spec: VmLaunchSpec | VmRestoreSpec): Promise<VmHandle> => 
 };
 const vmm: VmmDriver = {
   identity: Promise.resolve(IDENTITY),
+  maxDrives: 3,
+  checkKernelArgs: async (args) => checkKernelLine(args.join(" ")),
   probe: async () => ({ vmm: "qemu", version: "10", binary: "", mode: "tcg", reason: "", warnings: [] }),
   launch,
   restore: launch,
@@ -379,6 +382,29 @@ describe("capture", () => {
     const block = new Uint8Array(4096);
     stack.read(0, block);
     expect(block.every((byte) => byte === 9)).toBeTrue();
+  });
+
+  test("what no VM has room for is refused by what is known before there are disks", async () => {
+    const drive = (mountPath: string) => ({ readOnly: true, mountPath });
+    const two = [drive("/a"), drive("/b")];
+    await factory.checkBoot({ drives: two, extraBootArgs: ["debug"] });
+    await expect(
+      factory.checkBoot({ drives: [...two, drive("/c")], extraBootArgs: [] }),
+    ).rejects.toMatchObject({
+      code: "too_many_drives",
+      status: 400,
+      message: expect.stringContaining("2 attached drives, 3 were asked for"),
+    });
+    const long = { drives: [drive(`/${"a".repeat(2000)}`)], extraBootArgs: [] };
+    await expect(factory.checkBoot(long)).rejects.toMatchObject({
+      code: "invalid_boot_args",
+      status: 400,
+      message: expect.stringContaining("paths of attached drives"),
+    });
+    await expect(
+      factory.checkBoot({ drives: [], extraBootArgs: [`a=${"b".repeat(2000)}`] }),
+    ).rejects.toMatchObject({ code: "invalid_boot_args" });
+    expect(world.launches).toEqual([]);
   });
 
   test("drives: devices of their own, captured, resumed from, adopted and released with the rest", async () => {

@@ -9,7 +9,7 @@ import type { EgressPolicy } from "../network/index.ts";
 import type { KeptSlot, NetworkService, NetworkSlot, SlotPolicyReport } from "../network/types.ts";
 import type { BlockClient, DeviceInfo, DeviceSpec, ExportKind } from "../storage/blockd/protocol.ts";
 import type { LayerRef, UpperRef } from "../storage/overlaybd/types.ts";
-import { identityMismatch } from "../vmm/index.ts";
+import { checkDriveCount, identityMismatch } from "../vmm/index.ts";
 import type {
   DriveRateLimit,
   PreparedVm,
@@ -44,6 +44,7 @@ import {
 } from "./live.ts";
 import {
   type AttachedDrive,
+  type BootPlan,
   type BootSpec,
   type Capture,
   type CapturedState,
@@ -118,7 +119,7 @@ export function guestMetadata(identity: GuestIdentity): Record<string, string> {
  * What the guest's init mounts, parents before what lies in them: `vdb:ro:/mnt/data[:sub/path],vdc:rw:/srv`. The
  * root disk is `vda`.
  */
-function driveWords(drives: readonly AttachedDrive[]): string[] {
+function driveWords(drives: BootPlan["drives"]): string[] {
   if (drives.length === 0) return [];
   const mounts = drives.map(({ readOnly, mountPath, subPath }, index) => {
     const device = `vd${String.fromCharCode("b".charCodeAt(0) + index)}`;
@@ -129,11 +130,21 @@ function driveWords(drives: readonly AttachedDrive[]): string[] {
   return [`aenv.drives=${mounts.map(({ words }) => words).join(",")}`];
 }
 
+type SlotAddresses = Pick<NetworkSlot, "guestAddress" | "prefixLength" | "gatewayAddress" | "dnsServer">;
+
+/** No slot's addresses are longer. */
+const LONGEST_SLOT: SlotAddresses = {
+  guestAddress: "255.255.255.255",
+  prefixLength: 32,
+  gatewayAddress: "255.255.255.255",
+  dnsServer: "255.255.255.255",
+};
+
 /** Words for the guest kernel and our init; the same for a boot and every restore of what it became. */
 export function kernelArguments(
-  slot: NetworkSlot,
+  slot: SlotAddresses,
   extra: readonly string[],
-  drives: readonly AttachedDrive[] = [],
+  drives: BootPlan["drives"] = [],
 ): string[] {
   return [
     "console=ttyS0",
@@ -239,6 +250,12 @@ class Factory implements SandboxFactory {
   constructor(options: SandboxFactoryOptions) {
     this.#options = options;
     this.#merge = options.mergeCommand === undefined ? undefined : createLayerMerger(options.mergeCommand);
+  }
+
+  async checkBoot({ drives, extraBootArgs }: BootPlan): Promise<void> {
+    const { vmm } = this.#options;
+    checkDriveCount(1 + drives.length, vmm.maxDrives);
+    await vmm.checkKernelArgs(kernelArguments(LONGEST_SLOT, extraBootArgs, drives));
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {

@@ -23,6 +23,12 @@ export interface AttachedDrive extends DiskImage {
   readonly subPath?: string;
 }
 
+/** Of a boot, what is known before any image is. */
+export interface BootPlan {
+  readonly drives: readonly Pick<AttachedDrive, "readOnly" | "mountPath" | "subPath">[];
+  readonly extraBootArgs: readonly string[];
+}
+
 /**
  * A VM that stands still: device state, memory chain and disk chain that belong together. JSON, file
  * paths absolute. Enough to start any number of VMs from; nothing in it is ever written again.
@@ -140,6 +146,10 @@ export interface RunningSandbox extends AsyncDisposable {
 }
 
 export interface SandboxFactory {
+  /**
+   * What a boot would be refused for, before its disks are here. Errors `too_many_drives` and `invalid_boot_args`, 400.
+   */
+  checkBoot(spec: BootPlan): Promise<void>;
   /** Cold boot; resolves when the agent answered and was initialised. On error nothing is left behind. */
   boot(spec: BootSpec): Promise<RunningSandbox>;
   /** From a captured state, same guarantee. */

@@ -1,5 +1,4 @@
 import { describe, expect, test } from "bun:test";
-import { AenvError } from "../lib/errors.ts";
 import { kernelCommandLine, MAX_DRIVES, type QemuCommandOptions, qemuCommand } from "./qemu/command.ts";
 import { lineSplitter } from "./qemu/qmp.ts";
 import { parseQemuVersion } from "./qemu/version.ts";
@@ -112,7 +111,12 @@ describe("command line", () => {
     expect(valueAfter(argv, "-initrd")).toEqual(["/i,,j"]);
     expect(valueAfter(argv, "-chardev")[0]).toBe("file,id=console0,path=/c,,d,append=on");
     const many = Array.from({ length: MAX_DRIVES + 1 }, (_, n) => drive(n));
-    expect(() => qemuCommand({ ...base, spec: { ...base.spec, drives: many } })).toThrow(AenvError);
+    expect(() => qemuCommand({ ...base, spec: { ...base.spec, drives: many } })).toThrow(
+      expect.objectContaining({
+        code: "too_many_drives",
+        message: expect.stringContaining("19 attached drives"),
+      }),
+    );
   });
 
   test("a drive with a rate limit is put on a throttle above it; without numbers there is none", () => {

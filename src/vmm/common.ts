@@ -1,7 +1,34 @@
 import { readFileSync } from "node:fs";
+import { AenvError } from "../lib/errors.ts";
 import type { VmmProcess } from "./process.ts";
 
 /** What the drivers of all VMMs do alike. */
+
+/** Error `too_many_drives` 400, `max` and `count` being with the root disk. */
+export function checkDriveCount(count: number, max: number): void {
+  if (count <= max) return;
+  throw new AenvError({
+    code: "too_many_drives",
+    status: 400,
+    message: `a VM has room for its root disk and ${max - 1} attached drives, ${count - 1} were asked for`,
+    remediation: "attach fewer drives",
+  });
+}
+
+/** COMMAND_LINE_SIZE of x86 Linux, with the final NUL. */
+const MAX_KERNEL_COMMAND_LINE = 2048;
+
+/** Error `invalid_boot_args` 400 for a line that the guest's kernel would cut. */
+export function checkKernelLine(line: string): void {
+  const bytes = Buffer.byteLength(line);
+  if (bytes < MAX_KERNEL_COMMAND_LINE) return;
+  throw new AenvError({
+    code: "invalid_boot_args",
+    status: 400,
+    message: `the kernel command line has ${bytes} bytes, at most ${MAX_KERNEL_COMMAND_LINE - 1} are possible; boot arguments and the paths of attached drives are on it`,
+    remediation: "pass fewer or shorter boot arguments, attach fewer drives or at shorter paths",
+  });
+}
 
 /** SIGTERM, after the grace SIGKILL, until it is gone. */
 export async function endProcess(vmm: VmmProcess, exited: Promise<unknown>, graceMs: number): Promise<void> {

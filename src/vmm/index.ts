@@ -1,5 +1,6 @@
 import type { VmIdentity } from "./types.ts";
 
+export { checkDriveCount, checkKernelLine } from "./common.ts";
 export { checkMode, createFirecrackerDriver, type FirecrackerDriverOptions } from "./firecracker/driver.ts";
 export { sweepJails } from "./firecracker/jail.ts";
 export { createQemuDriver, killVm, type QemuDriverOptions } from "./qemu/driver.ts";

@@ -149,6 +149,10 @@ export interface VmHandle extends AsyncDisposable {
 
 export interface VmmDriver {
   readonly identity: Promise<VmIdentity>;
+  /** Drives a VM has room for, the root disk among them; `launch` refuses more with `too_many_drives` 400. */
+  readonly maxDrives: number;
+  /** What `launch` would say to these words: error `invalid_boot_args` 400 when the kernel's line gets too long. */
+  checkKernelArgs(args: readonly string[]): Promise<void>;
   probe(): Promise<VmmProbe>;
   /** Cold boot; the vCPUs run when it resolves. On error nothing is left behind. */
   launch(spec: VmLaunchSpec): Promise<VmHandle>;

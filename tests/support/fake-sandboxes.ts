@@ -4,6 +4,7 @@ import { AenvError } from "../../src/lib/errors.ts";
 import type { EgressPolicy } from "../../src/network/index.ts";
 import type { KeptSlot, SlotPolicyReport } from "../../src/network/types.ts";
 import type {
+  BootPlan,
   BootSpec,
   Capture,
   CapturedState,
@@ -20,6 +21,7 @@ import { fakeReport } from "./fake-network.ts";
  * promises of the interface and counts what is alive; captures write real files.
  */
 export interface Faults {
+  checkBoot?: (plan: BootPlan) => Promise<void> | void;
   resume?: () => Promise<void> | void;
   capture?: () => Promise<void> | void;
   resumeInPlace?: () => Promise<void> | void;
@@ -191,6 +193,10 @@ export class FakeSandboxFactory implements SandboxFactory {
     const found = [...this.live].filter((sandbox) => sandbox.sandboxId === id);
     if (found.length > 1) throw new Error(`${found.length} VMs of sandbox ${id}`);
     return found[0];
+  }
+
+  async checkBoot(plan: BootPlan): Promise<void> {
+    await this.faults.checkBoot?.(plan);
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {

@@ -126,6 +126,8 @@ function withDrives(driver: VmmDriver, extra: () => readonly VmDrive[]): VmmDriv
     get identity() {
       return driver.identity;
     },
+    maxDrives: driver.maxDrives,
+    checkKernelArgs: (args) => driver.checkKernelArgs(args),
     probe: () => driver.probe(),
     launch: (spec) => driver.launch({ ...spec, drives: [...spec.drives, ...extra()] }),
     restore: (spec) => driver.restore({ ...spec, drives: [...spec.drives, ...extra()] }),

@@ -1,5 +1,6 @@
 import { statSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
+import { checkDriveCount, checkKernelLine } from "../common.ts";
 import type { DriveRateLimit, VmDrive, VmLaunchSpec, VmRestoreSpec } from "../types.ts";
 import type { CpuTemplate } from "./cpu-template.ts";
 import { FILES, INSIDE, type JailEntry } from "./jail.ts";
@@ -16,7 +17,11 @@ export interface ApiRequest {
 export const INTERFACE_ID = "eth0";
 /** Where the guest reads metadata (the address is Firecracker's default). */
 export const MMDS_ADDRESS = "169.254.169.254";
-const COMMAND_LINE_BYTES = 2048;
+/**
+ * With the root disk. On x86-64 devices share the interrupts 5 to 23 (GSI_LEGACY_START and GSI_LEGACY_END of its
+ * layout); network, entropy, balloon, VM generation and, in later releases, the VM clock take one each.
+ */
+export const MAX_DRIVES = 14;
 const START_MS = 30_000;
 /** What Firecracker's machine wants on the kernel's command line, whatever the base is. */
 const OWN_ARGS = ["i8042.noaux", "i8042.nomux", "i8042.dumbkbd"];
@@ -82,13 +87,8 @@ export function kernelCommandLine(args: readonly string[], base: readonly string
   const names = new Set(args.map((arg) => arg.split("=", 1)[0]));
   const before = [...base, ...OWN_ARGS].filter((arg) => !names.has(arg.split("=", 1)[0]!));
   const line = [...before, ...args].join(" ");
-  if (Buffer.byteLength(line) < COMMAND_LINE_BYTES) return line;
-  throw new AenvError({
-    code: "invalid_boot_args",
-    status: 400,
-    message: `the kernel command line has ${Buffer.byteLength(line)} bytes, at most 2047 are possible`,
-    remediation: "pass fewer or shorter boot arguments",
-  });
+  checkKernelLine(line);
+  return line;
 }
 
 function metadataRequests(spec: VmLaunchSpec, configure: boolean): ApiRequest[] {
@@ -120,6 +120,7 @@ export function bootRequests(
   settings: MachineSettings,
 ): ApiRequest[] {
   const { cpuTemplate, trackDirtyPages } = settings;
+  checkDriveCount(spec.drives.length, MAX_DRIVES);
   return [
     {
       method: "PUT",

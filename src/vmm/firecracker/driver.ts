@@ -41,6 +41,8 @@ import {
   checkMemoryFile,
   driveLink,
   jailEntries,
+  kernelCommandLine,
+  MAX_DRIVES,
   type MachineSettings,
   MEMORY,
   PAGES_FILE,
@@ -148,6 +150,7 @@ class Prepared implements PreparedVm {
 }
 
 class FirecrackerDriver implements VmmDriver, AsyncDisposable {
+  readonly maxDrives = MAX_DRIVES;
   readonly #options: FirecrackerDriverOptions;
   readonly #jails: Jails;
   readonly #version: () => Promise<FirecrackerVersion>;
@@ -208,6 +211,10 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
       trackDirtyPages: mode !== "pvm" && trackDirtyPages !== false,
       ...(bootArgs === undefined ? {} : { bootArgs: bootArgs.split(/\s+/).filter((word) => word !== "") }),
     };
+  }
+
+  async checkKernelArgs(args: readonly string[]): Promise<void> {
+    kernelCommandLine(args, this.#settings().bootArgs);
   }
 
   async probe(): Promise<VmmProbe> {

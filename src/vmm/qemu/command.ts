@@ -1,4 +1,4 @@
-import { AenvError } from "../../lib/errors.ts";
+import { checkDriveCount, checkKernelLine } from "../common.ts";
 import type { DriveRateLimit, VirtualizationMode, VmDrive, VmLaunchSpec } from "../types.ts";
 import type { QemuVersion } from "./version.ts";
 
@@ -28,14 +28,12 @@ const TRANSPORTS = 24;
 const NETWORK_TRANSPORT = 1;
 const ENTROPY_TRANSPORT = 2;
 const BALLOON_TRANSPORT = 3;
+/** With the root disk. */
 export const MAX_DRIVES = TRANSPORTS - 4;
 
 function transport(number: number): string {
   return `virtio-mmio-bus.${number}`;
 }
-
-/** COMMAND_LINE_SIZE of x86 Linux, with the final NUL. */
-const MAX_KERNEL_COMMAND_LINE = 2048;
 
 const MEMORY_ID = "ram0";
 
@@ -122,14 +120,7 @@ export function kernelCommandLine(
   );
   const before = [...machine, ...wanted];
   const line = [...before.filter((arg) => !names.has(nameOf(arg))), ...args].join(" ");
-  if (Buffer.byteLength(line) >= MAX_KERNEL_COMMAND_LINE) {
-    throw new AenvError({
-      code: "invalid_boot_args",
-      status: 400,
-      message: `the kernel command line has ${Buffer.byteLength(line)} bytes, at most 2047 are possible`,
-      remediation: "pass fewer or shorter boot arguments",
-    });
-  }
+  checkKernelLine(line);
   return line;
 }
 
@@ -206,13 +197,7 @@ function limitedNode(drive: VmDrive, index: number): { readonly node: string; re
 }
 
 function driveArgs(drives: readonly VmDrive[]): string[] {
-  if (drives.length > MAX_DRIVES) {
-    throw new AenvError({
-      code: "too_many_drives",
-      status: 400,
-      message: `a VM can have at most ${MAX_DRIVES} drives, ${drives.length} were asked for`,
-    });
-  }
+  checkDriveCount(drives.length, MAX_DRIVES);
   return drives.flatMap((drive, index) => {
     const { node, args } = limitedNode(drive, index);
     return [

@@ -30,7 +30,14 @@ import type {
   VmReference,
   VmRestoreSpec,
 } from "../types.ts";
-import { cpuModel, effectiveVcpus, type QemuInstallation, qemuCommand } from "./command.ts";
+import {
+  cpuModel,
+  effectiveVcpus,
+  kernelCommandLine,
+  MAX_DRIVES,
+  type QemuInstallation,
+  qemuCommand,
+} from "./command.ts";
 import { type ModeVerdict, probeKvm } from "./probe.ts";
 import { connectQmp, type QmpClient, type QmpEvent } from "./qmp.ts";
 import { tickMeter } from "./ticks.ts";
@@ -84,6 +91,7 @@ export async function killVm(reference: VmReference, graceMs = 2000): Promise<vo
 }
 
 class QemuDriver implements VmmDriver {
+  readonly maxDrives = MAX_DRIVES;
   readonly #options: QemuDriverOptions;
   readonly #installation: () => Promise<QemuInstallation>;
   readonly #verdict: () => Promise<{ mode: VirtualizationMode; reason: string }>;
@@ -99,6 +107,15 @@ class QemuDriver implements VmmDriver {
 
   get identity(): Promise<VmIdentity> {
     return this.#identity();
+  }
+
+  async checkKernelArgs(args: readonly string[]): Promise<void> {
+    const { mode } = await this.#verdict();
+    kernelCommandLine(args, mode, mode === "tcg" ? await this.#tickKHz() : undefined, this.#baseArgs());
+  }
+
+  #baseArgs(): string[] | undefined {
+    return this.#options.bootArgs?.split(/\s+/).filter((word) => word !== "");
   }
 
   async probe(): Promise<VmmProbe> {
@@ -291,7 +308,7 @@ class QemuDriver implements VmmDriver {
           spec,
           controlSocketPath,
           tickKHz,
-          bootArgs: this.#options.bootArgs?.split(/\s+/).filter((word) => word !== ""),
+          bootArgs: this.#baseArgs(),
           incoming,
         }),
         netnsPath: spec.network.netnsPath,
