@@ -40,6 +40,7 @@ import {
   hostRuleset,
   namespaceRules,
 } from "./ruleset.ts";
+import { letDeviceGo } from "./stillness.ts";
 import type {
   KeptSlot,
   NetworkService,
@@ -442,6 +443,8 @@ class Service implements NetworkService {
     this.#slots.set(index, "in_use");
     try {
       await netNamespaceRules(state.netnsPath, this.#namespaceRules(addresses));
+      // The server before may have been killed in the midst of a capture.
+      await letDeviceGo(state.netnsPath);
     } catch (error) {
       this.#slots.set(index, "adoptable");
       throw error;

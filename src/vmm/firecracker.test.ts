@@ -666,7 +666,7 @@ describe("a VM", () => {
     expect(readdirSync(join(vm.reference.jailDir!, "run")).toSorted()).not.toContain("state");
   });
 
-  test("has nothing put into its memory from before its state is saved until it runs again", async () => {
+  test("has nothing put into its memory while it stands still", async () => {
     const inside = ["ip", "-n", namespace];
     await tryCommand([...inside, "addr", "add", "192.0.2.1/30", "dev", "tap0"]);
     const neighbour = ["192.0.2.2", "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "tap0"];
@@ -677,24 +677,22 @@ describe("a VM", () => {
       const argv = ["ip", "netns", "exec", namespace, "bash", "-c", script];
       return (await tryCommand(argv)).stderr.includes("Operation not permitted") ? "held" : "sent";
     };
-    const settings = async () =>
-      (await runCommand([...inside, "route"])) +
-      (await runCommand([...inside, "neigh", "show", "nud", "permanent"]));
+    const shown = async (...what: string[]) =>
+      (await runCommand([...inside, ...what])).replaceAll(/ linkdown|\s+$/gm, "");
+    const settings = async () => [await shown("route"), await shown("neigh", "show", "nud", "permanent")];
     const driver = driverFor();
     const path = join(root, "held.state");
     await using vm = await driver.launch(specFor("held"));
     const before = await settings();
-    expect(before).toContain("192.0.2.2");
-    await vm.pause();
+    expect(before.join()).toContain("192.0.2.2");
     expect(await send()).toBe("sent");
+    await vm.pause();
+    expect(await send()).toBe("held");
     await vm.saveDeviceState(path);
     expect(await send()).toBe("held");
     await vm.resume();
     expect(await send()).toBe("sent");
-    expect(await settings()).toBe(before);
-    // A failure leaves nothing held.
-    await expect(vm.saveDeviceState(path)).rejects.toMatchObject({ code: "vm_not_paused" });
-    expect(await send()).toBe("sent");
+    expect(await settings()).toEqual(before);
     // What a server that was killed left is undone by the next, ...
     await vm.pause();
     await vm.saveDeviceState(path);
@@ -801,11 +799,13 @@ describe("a VM", () => {
     const { jailDir } = vm.reference;
     rmSync(join(jailDir!, "run/api.sock"));
     symlinkSync("/dev/null", join(jailDir!, "run/api.sock"));
-    const second = driverFor();
+    const second = driverFor("1.13.1", { socketTimeoutMs: 300 });
     await expect(second.adopt(vm.reference)).rejects.toMatchObject({ code: "vm_unreachable" });
     expect(await second.sweep!()).toBe(1);
     await vm.exited;
-    expect(existsSync(jailDir!)).toBe(false);
+    // The first server's handle removes it, too.
+    await until(() => !existsSync(jailDir!));
+    expect(lives(vm)).toBe(false);
   });
 
   test("is ended by a server that uses another VMM", async () => {
@@ -815,7 +815,8 @@ describe("a VM", () => {
     const vm = await driverFor().launch(specFor("other-vmm"));
     expect(await sweepJails({ workDir, log })).toBe(1);
     await vm.exited;
-    expect(jailsLeft()).toEqual([]);
+    await until(() => jailsLeft().length === 0);
+    expect(lives(vm)).toBe(false);
   });
 
   test("that a jail cannot be made for is not started, and the reason is told", async () => {

@@ -103,6 +103,8 @@ export interface FirecrackerDriverOptions {
 }
 
 const SAVE_TIMEOUT_MS = 60_000;
+/** A process that runs already answers at once. */
+const ADOPT_MS = 5000;
 /** Metadata and requests with it; Firecracker's own default is 50 KiB. */
 const PAYLOAD_BYTES = 1 << 20;
 /** Of a console, and as much again for what came before. */
@@ -453,7 +455,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
 
   async adopt(reference: VmReference): Promise<VmHandle | undefined> {
     const { pid, startTimeTicks, jailDir, vmId } = reference;
-    const { socketPollMs, log } = this.#options;
+    const { socketTimeoutMs, socketPollMs, log } = this.#options;
     let jail: Jail | undefined;
     let output: Output | undefined;
     let vmm: VmmProcess | undefined;
@@ -468,7 +470,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     try {
       const apiPath = jail?.apiPath ?? reference.controlSocketPath;
       const api = new FirecrackerApi(apiPath, vmId);
-      await answers(vmm, api, apiPath, vmId, 5000, socketPollMs);
+      await answers(vmm, api, apiPath, vmId, Math.min(ADOPT_MS, socketTimeoutMs), socketPollMs);
       const snapshotType = this.#snapshotType(await this.#version());
       if (jail !== undefined && reference.consoleLogPath !== undefined)
         output = this.#capture(jail, vmId, reference.consoleLogPath);
@@ -665,9 +667,8 @@ class FirecrackerHandle implements VmHandle {
   /**
    * Firecracker goes on putting what comes through the tap into a paused guest's memory, which is read after the
    * device state: what came between would be in the one and not in the other, and a restored guest's network card
-   * would use buffers again that the guest has back. So nothing reaches the tap from before the state is saved until
-   * the VM runs again, and what was on its way is done with: a round of its event loop for what waits, one for answers
-   * to that, and as each request may come in the midst of a round, one more.
+   * would use buffers again that the guest has back. So nothing reaches the tap while the VM stands still, and what was
+   * on its way is done with before the state is saved: see `#settleNetwork`.
    */
   async #holdNetwork(): Promise<void> {
     const { network } = this.reference;
@@ -675,6 +676,13 @@ class FirecrackerHandle implements VmHandle {
     if (network === undefined) return;
     this.#held = true;
     await holdDevice(network.netnsPath, network.tapName);
+  }
+
+  /**
+   * A round of Firecracker's event loop for what waits, one for answers to that, and as each request may come in the
+   * midst of a round, one more.
+   */
+  async #settleNetwork(): Promise<void> {
     for (let i = 0; i < 3; i++) await this.api.call("GET", "/version");
   }
 
@@ -696,13 +704,18 @@ class FirecrackerHandle implements VmHandle {
 
   async pause(): Promise<void> {
     this.#usable();
-    await this.api.call("PATCH", "/vm", { state: "Paused" });
+    // At once, as a rule of the packet filter takes some milliseconds. Neither is under way any more when this fails.
+    const done = await Promise.allSettled([
+      this.#holdNetwork(),
+      this.api.call("PATCH", "/vm", { state: "Paused" }),
+    ]);
+    for (const one of done) if (one.status === "rejected") throw one.reason;
   }
 
   async resume(): Promise<void> {
     this.#usable();
-    await this.#letNetworkGo();
     await this.api.call("PATCH", "/vm", { state: "Resumed" });
+    await this.#letNetworkGo();
   }
 
   /**
@@ -724,7 +737,7 @@ class FirecrackerHandle implements VmHandle {
     };
     try {
       await clear();
-      await this.#holdNetwork();
+      await this.#settleNetwork();
       await this.api.call(
         "PUT",
         "/snapshot/create",
@@ -736,7 +749,7 @@ class FirecrackerHandle implements VmHandle {
       await clear();
     } catch (cause) {
       // An error of these says no more than the one there is.
-      await Promise.allSettled([removeTree(temporary), clear(), this.#letNetworkGo()]);
+      await Promise.allSettled([removeTree(temporary), clear()]);
       throw new AenvError({
         code:
           cause instanceof AenvError && /pause/i.test(cause.message)
