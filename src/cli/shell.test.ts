@@ -289,7 +289,12 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
       `Detached; the shell goes on\\. Come back to it with: aenv cn ${id} --pid (\\d+)`,
     ).exec(terminal.screen())?.[1];
     expect(pid).toBeDefined();
+    // A shell that is late to hear of it draws its prompt all the same.
+    process.kill(Number(pid), "SIGSTOP");
     const again = rig.terminal(around(`cn ${id} --pid ${pid}`));
+    await again.shows("connecting");
+    await Bun.sleep(1000);
+    process.kill(Number(pid), "SIGCONT");
     await again.shows("guest> ");
     again.type("echo $kept\r");
     await again.shows("state-22\r\n");

@@ -41,6 +41,8 @@ const SHELL_START_MS = 30_000;
 const LAST_KEYS_MS = 3_000;
 
 const RESIZE_POLL_MS = 250;
+/** How long a program that is taken over may take to draw itself in the size that makes it do so. */
+const REDRAW_MS = 2_000;
 const REATTACH_PAUSE_MS = 500;
 const REATTACH_MS = 800;
 /** How far the main output stream may be behind a second one. */
@@ -263,6 +265,8 @@ class Session {
   #second: EventStream | undefined;
   #heardAt = performance.now();
   #unhealthyMs = 0;
+  /** Until when the size stays another one, unless something is shown before. */
+  #redrawnBy = 0;
   #active = false;
   /** Since when printable keys wait for any output. */
   #echoSince: number | undefined;
@@ -294,8 +298,7 @@ class Session {
       const first = await this.#main.next(SHELL_START_MS);
       if (first?.kind !== "start") throw new CliError("the shell did not start");
       this.#pid = first.pid;
-      if (typeof what === "number") await this.#takeOver(size);
-      this.#begin(size);
+      this.#begin(typeof what === "number" ? await this.#takeOver(size) : size);
       this.#follow().then(
         (end) => this.#outcome.resolve(end),
         (error: unknown) => this.#outcome.reject(error),
@@ -309,21 +312,24 @@ class Session {
     }
   }
 
-  /** A terminal that was left: a change of its size makes programs draw themselves anew. */
-  async #takeOver(size: TerminalSize): Promise<void> {
-    const tell = (next: TerminalSize) =>
-      unary(this.#target, "process.Process/Update", encodeResize(this.#pid, next), 5_000);
+  /**
+   * A terminal that was left: a change of its size makes programs draw themselves anew. Resolves with the size
+   * told. The right one follows when something was drawn: two changes at once look like none to a busy program.
+   */
+  async #takeOver(size: TerminalSize): Promise<TerminalSize> {
+    const other = { cols: size.cols, rows: size.rows + 1 };
     try {
-      await tell({ cols: size.cols, rows: size.rows + 1 });
-      await tell(size);
+      await unary(this.#target, "process.Process/Update", encodeResize(this.#pid, other), 5_000);
     } catch (error) {
       if (!(error instanceof AgentError) || error.code !== "internal") throw error;
       throw new CliError(`process ${this.#pid} has no terminal to attach to`, { cause: error });
     }
+    this.#redrawnBy = performance.now() + REDRAW_MS;
+    return other;
   }
 
-  /** Takes the terminal over and starts whatever runs beside the output. */
-  #begin(size: TerminalSize): void {
+  /** Takes the terminal over and starts whatever runs beside the output. `told`: the size the shell knows. */
+  #begin(told: TerminalSize): void {
     const { stdin } = process;
     const cleanup = this.#cleanup;
     cleanup.use(new RawMode(this.#modes));
@@ -357,7 +363,7 @@ class Session {
       const timer = setInterval(action, ms);
       cleanup.defer(() => clearInterval(timer));
     };
-    this.#followSize(size, every);
+    this.#followSize(told, every);
     every(ECHO_MS / 2, () => this.#checkEcho());
     let watching = false;
     every(WATCH_MS, () => {
@@ -393,6 +399,7 @@ class Session {
     let telling = false;
     every(RESIZE_POLL_MS, () => {
       const size = localSize();
+      if (performance.now() < this.#redrawnBy) return;
       if (telling || (size.cols === told.cols && size.rows === told.rows)) return;
       telling = true;
       const done = (): void => {
@@ -454,6 +461,7 @@ class Session {
 
   async #show(bytes: Uint8Array): Promise<void> {
     this.#active = true;
+    this.#redrawnBy = 0;
     this.#echoSince = undefined;
     this.#modes.observe(bytes);
     await writeAll(process.stdout, bytes);
