@@ -447,7 +447,7 @@ describe("a VM", () => {
       body: { path_on_host: "/run/agentenv-vm/drive-rootfs", cache_type: "Writeback", is_root_device: false },
       target: "disk-boot",
     });
-    expect(seen[7]?.body).toMatchObject({ amount_mib: 0, deflate_on_oom: true, free_page_reporting: true });
+    expect(seen[7]?.body).toEqual({ amount_mib: 0, deflate_on_oom: true, free_page_reporting: true });
     expect(seen[4]?.body).toMatchObject({ version: "V2", network_interfaces: ["eth0"] });
     expect(vm.reference).toMatchObject({ vmId: "boot", anonymousMemory: true });
     await until(() => readFileSync(spec.consoleLogPath, "utf8").includes("guest boots"));

@@ -182,7 +182,7 @@ export function bootRequests(
       body: {
         amount_mib: 0,
         deflate_on_oom: true,
-        stats_polling_interval_s: 1,
+        // No statistics: their timer writes to the guest's memory while a capture reads it.
         // Memory the guest has free goes back to the host by itself. After a restore Firecracker maps anonymous memory
         // over it, where captures look, too.
         ...(version.atLeast(1, 14) ? { free_page_reporting: true } : {}),
