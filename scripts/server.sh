@@ -5,13 +5,17 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export AENV_HOME_PATH=${AENV_HOME_PATH:-$PWD/.aenv/home}
 # Socket paths are short by law (107 bytes), a checkout's path may not be.
+own_runtime=; [[ -n ${AENV_RUNTIME_PATH:-} ]] || own_runtime=1
 export AENV_RUNTIME_PATH=${AENV_RUNTIME_PATH:-/run/aenv-$(printf %s "$PWD" | cksum | cut -d' ' -f1)}
 export API_ADDR=${API_ADDR:-127.0.0.1:8000}
 export AENV_CONFIG_PATH=${AENV_CONFIG_PATH:-}
 # Credentials for dist/aenv, away from the user's own; it finds them there.
 client=$AENV_HOME_PATH/client key_file=$AENV_HOME_PATH/secrets/api-key
-pidfile=$AENV_HOME_PATH/server.pid log=$AENV_HOME_PATH/logs/server.log
+pidfile=$AENV_HOME_PATH/server.pid addrfile=$AENV_HOME_PATH/server.addr log=$AENV_HOME_PATH/logs/server.log
 running() { [[ -f $pidfile ]] && kill -0 "$(cat "$pidfile")" 2>/dev/null && grep -qa agentenv "/proc/$(cat "$pidfile")/cmdline" 2>/dev/null; }
+# Where the running server listens is what it was started with, whatever this shell has in API_ADDR.
+wanted=$API_ADDR
+if running && [[ -s $addrfile ]]; then API_ADDR=$(cat "$addrfile"); fi
 store_credentials() { printf 'http://%s\n%s\n' "$API_ADDR" "$(cat "$key_file")" | env -u E2B_API_URL XDG_CONFIG_HOME="$client" dist/aenv auth >/dev/null; }
 try_it() {
   [[ ${1:-} == quiet ]] || cat <<'EOF'
@@ -30,11 +34,14 @@ count_running() {
 
 case ${1:-} in
   start)
-    if running; then store_credentials; echo "server already runs (pid $(cat "$pidfile")), http://$API_ADDR"; try_it "${2:-}"; exit 0; fi
+    if running; then store_credentials; echo "server already runs (pid $(cat "$pidfile")), http://$API_ADDR"
+      [[ $wanted == "$API_ADDR" || $wanted == 127.0.0.1:8000 ]] || echo "for http://$wanted: make stop, then API_ADDR=$wanted make start"
+      try_it "${2:-}"; exit 0; fi
     mkdir -p "$AENV_HOME_PATH/logs"
     dist/agentenv setup --home "$AENV_HOME_PATH"
+    from=$(stat -c %s "$log" 2>/dev/null || echo 0)
     setsid dist/agentenv serve >>"$log" 2>&1 </dev/null &
-    echo $! > "$pidfile"
+    echo $! > "$pidfile"; printf %s "$API_ADDR" > "$addrfile"
     for ((i = 0; i < 100; i++)); do
       # With its own key: a server of somebody else may answer there.
       if running && [[ -s $key_file ]] &&
@@ -42,14 +49,15 @@ case ${1:-} in
         store_credentials
         echo "server started (pid $(cat "$pidfile")), http://$API_ADDR, log $log"; try_it "${2:-}"; exit 0
       fi
-      if ! running; then echo "error: the server ended at once; the last lines of $log:" >&2; tail -n 15 "$log" >&2; rm -f "$pidfile"; exit 1; fi
+      if ! running; then echo "error: the server ended at once; what it said (all of it: $log):" >&2; tail -c "+$((from + 1))" "$log" | tail -n 15 >&2; rm -f "$pidfile"; exit 1; fi
       sleep 0.1
     done
     echo "error: no answer from http://$API_ADDR/health within 10 s; see $log" >&2; exit 1;;
   stop)
     if ! running; then echo "no server runs"; rm -f "$pidfile"; exit 0; fi
     pid=$(cat "$pidfile") count=$(count_running); kill -TERM "$pid"
-    for ((i = 0; i < 900; i++)); do kill -0 "$pid" 2>/dev/null || { rm -f "$pidfile"; echo "server stopped$([[ ${count:-0} == 0 ]] || echo "; running sandboxes that were paused: $count (aenv resume ID after make start)")"; exit 0; }; sleep 0.1; done
+    cleared() { rm -f "$pidfile" "$addrfile"; [[ -z $own_runtime ]] || rm -rf --one-file-system "$AENV_RUNTIME_PATH" 2>/dev/null || true; }
+    for ((i = 0; i < 900; i++)); do kill -0 "$pid" 2>/dev/null || { cleared; echo "server stopped$([[ ${count:-0} == 0 ]] || echo "; running sandboxes that were paused: $count (aenv resume ID after make start)")"; exit 0; }; sleep 0.1; done
     echo "error: the server (pid $pid) still runs after 90 s; see $log" >&2; exit 1;;
   status) if running; then echo "running, pid $(cat "$pidfile"), http://$API_ADDR"; else echo "not running"; exit 3; fi;;
   env)

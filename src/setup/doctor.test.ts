@@ -101,14 +101,23 @@ test("a kernel image is looked at, not unpacked", async () => {
   expect(existsSync(join(dir, "home"))).toBe(false);
 });
 
-test("the port: free, ours, somebody else's", async () => {
+test("the port: free, ours, another home's, somebody else's", async () => {
   let status = 200;
   const server = Bun.serve({ hostname: "127.0.0.1", port: 0, fetch: () => new Response("", { status }) });
   const apiAddress = `127.0.0.1:${server.port}`;
   const name = `port ${server.port}`;
   try {
     expect(portOwner(server.port!)).toMatchObject({ listening: true, pid: process.pid });
-    const ours = await look({ apiAddress });
+    const stranger = await look({ apiAddress });
+    expect(find(stranger, name)).toMatchObject({
+      status: "warn",
+      detail: expect.stringContaining("has not"),
+      cure: expect.stringContaining("AENV_HOME_PATH"),
+    });
+    const home = join(dir, "served");
+    await mkdir(home);
+    await writeFile(join(home, "server.lock"), `${process.pid} agentenv serve\n`);
+    const ours = await look({ apiAddress, home });
     expect(find(ours, name)).toMatchObject({
       status: "ok",
       detail: expect.stringContaining(`pid ${process.pid}`),

@@ -74,7 +74,7 @@ export async function examine(options: Settings): Promise<Check[]> {
     ...kernel.checks,
     qemu.check,
     await vmmCheck(kernel.kernel, qemu.qemu, options.mode),
-    ...(await serverChecks(options.apiAddress)),
+    ...(await serverChecks(options.apiAddress, options.home)),
   ];
 }
 
@@ -522,7 +522,7 @@ function fileDescriptors(pid: string): string[] {
   return targets;
 }
 
-async function serverChecks(address: string): Promise<Check[]> {
+async function serverChecks(address: string, home: string): Promise<Check[]> {
   const parsed = parseListenAddress(address);
   assert(parsed !== undefined, `the configuration let ${address} pass`);
   const { hostname, port } = parsed;
@@ -537,6 +537,19 @@ async function serverChecks(address: string): Promise<Check[]> {
   const who = owner.pid === undefined ? "another process" : `${owner.command} (pid ${owner.pid})`;
   const host = hostname === "0.0.0.0" || hostname === "::" ? "localhost" : hostname;
   const health = await probeHealth(`http://${host.includes(":") ? `[${host}]` : host}:${port}/health`);
+  // The lock of a home names its server.
+  const ours = Number.parseInt(readText(join(home, "server.lock")) ?? "", 10);
+  if (health.healthy && owner.pid !== undefined && owner.pid !== ours) {
+    return [
+      {
+        name,
+        status: "warn",
+        detail: `in use by ${who}, a server that has not ${home} for its home`,
+        cure: "name its home with AENV_HOME_PATH, or choose another port with API_ADDR",
+      },
+      { name: "server", status: "ok", detail: `none runs on ${home}` },
+    ];
+  }
   if (health.healthy) {
     return [
       { name, status: "ok", detail: `in use by ${who}` },
