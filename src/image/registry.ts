@@ -104,6 +104,30 @@ class Transient extends Error {
   }
 }
 
+/** No server answered: the way there fails, so that nothing is known of the image. */
+class NoAnswer extends Transient {}
+
+/** `image_registry_unreachable` for the network's sake: neither the registry nor its token server spoke. */
+export class RegistryUnreached extends AenvError {}
+
+/** Of the system, and the runtime's own names for the same. */
+const NO_WAY = new Set([
+  "ENOTFOUND",
+  "EAI_AGAIN",
+  "ETIMEDOUT",
+  "ECONNREFUSED",
+  "EHOSTUNREACH",
+  "ENETUNREACH",
+  "ConnectionRefused",
+  "FailedToOpenSocket",
+  "Timeout",
+]);
+
+function isNoWay(error: unknown): boolean {
+  if (error instanceof NoAnswer) return true;
+  return error instanceof Error && "code" in error && NO_WAY.has(String(error.code));
+}
+
 /** A name that the host's resolver does not know, or not now. */
 function isUnresolved(error: unknown): error is Error & { readonly hostname?: string } {
   return error instanceof Error && "code" in error && ["ENOTFOUND", "EAI_AGAIN"].includes(String(error.code));
@@ -319,7 +343,7 @@ class RegistrySource implements ImageSource {
   #giveUp(error: unknown, what: string, signal: AbortSignal): unknown {
     signal.throwIfAborted();
     if (!(error instanceof Transient)) return error;
-    return new AenvError({
+    return new (error instanceof NoAnswer ? RegistryUnreached : AenvError)({
       code: "image_registry_unreachable",
       status: 502,
       message: `${this.reference}: cannot get ${what} from ${this.#reference.registry}: ${error.message}`,
@@ -421,7 +445,8 @@ class RegistrySource implements ImageSource {
         "",
       ),
     );
-    throw new Transient([...new Set(reasons)].join("; "), { cause: causes.find(isUnresolved) });
+    const Failure = causes.every(isNoWay) ? NoAnswer : Transient;
+    throw new Failure([...new Set(reasons)].join("; "), { cause: causes.find(isUnresolved) });
   }
 
   async #follow(url: string, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {
@@ -465,7 +490,7 @@ class RegistrySource implements ImageSource {
       guard[Symbol.dispose]();
       signal.throwIfAborted();
       if (guard.expired)
-        throw new Transient(`no answer within ${this.#retry.idleTimeoutMs / 1000} s`, { cause: error });
+        throw new NoAnswer(`no answer within ${this.#retry.idleTimeoutMs / 1000} s`, { cause: error });
       throw error;
     }
   }
@@ -537,7 +562,8 @@ class RegistrySource implements ImageSource {
       });
     } catch (cause) {
       signal.throwIfAborted();
-      throw new Transient(`token server ${url.host} cannot be reached`, { cause });
+      const Failure = guard.expired || isNoWay(cause) ? NoAnswer : Transient;
+      throw new Failure(`token server ${url.host} cannot be reached`, { cause });
     }
     if (response.status === 401 || response.status === 403 || response.status === 400) {
       throw this.#unauthorized(

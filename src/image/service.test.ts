@@ -817,6 +817,15 @@ describe("resolve", () => {
     const missing = await rejection(rig.service({ searchRegistries }).resolve("lost:v1"));
     expect(missing).toMatchObject({ code: "image_not_found", status: 404 });
     expect(missing.message).toContain(`${empty.host}/lost:v1`);
+    // No network is no word about the image; one registry that speaks is.
+    const retry = { attempts: 1, baseDelayMs: 1 };
+    const away = { searchRegistries: ["127.0.0.1:1", "127.0.0.2:1/team"], retry };
+    const unreached = await rejection(rig.service(away).resolve("lost:v1"));
+    expect(unreached).toMatchObject({ code: "image_registry_unreachable", status: 502 });
+    expect(unreached.message).toContain("lost:v1: its registries cannot be reached: 127.0.0.1:1/lost:v1");
+    expect(unreached).toMatchObject({ remediation: expect.stringMatching(/DNS and network .*HTTPS_PROXY/) });
+    const half = { searchRegistries: ["127.0.0.1:1", empty.host], retry };
+    expect((await rejection(rig.service(half).resolve("lost:v1"))).message).toContain("no registry has it");
     const refused = rig.service({ searchRegistries, allowedRegistries: ["docker.io"] }).resolve("found:v1");
     expect(await rejection(refused)).toMatchObject({ code: "image_invalid_reference", status: 400 });
   });

@@ -26,7 +26,7 @@ import {
 } from "./manifest.ts";
 import { createLayoutSource } from "./oci-layout.ts";
 import { formatReference, parseReference, type RegistryReference } from "./reference.ts";
-import { createRegistrySource, DEFAULT_RETRY } from "./registry.ts";
+import { createRegistrySource, DEFAULT_RETRY, RegistryUnreached } from "./registry.ts";
 import { createScratchSource, SCRATCH } from "./scratch.ts";
 import { SharedWork } from "./shared-work.ts";
 import { type FetchedManifest, type ImageSource, MAX_CONFIG_BYTES } from "./source.ts";
@@ -164,6 +164,16 @@ class LocalImageService implements ImageService {
 
   #noCandidate(reference: string, failures: readonly AenvError[]): AenvError {
     const told = failures.map((failure) => failure.message).join("; ");
+    if (failures.every((failure) => failure instanceof RegistryUnreached)) {
+      return new RegistryUnreached({
+        code: "image_registry_unreachable",
+        status: 502,
+        message: `${reference}: its registries cannot be reached: ${told}`,
+        remediation:
+          "check the DNS and network of the server's host and the server's proxy variables (HTTPS_PROXY, NO_PROXY), then try again",
+        cause: failures[0],
+      });
+    }
     const worst = failures.find(({ code }) => code !== "image_not_found") ?? failures[0];
     return new AenvError({
       code: worst?.code ?? "image_not_found",
