@@ -164,7 +164,7 @@ class LocalImageService implements ImageService {
 
   #noCandidate(reference: string, failures: readonly AenvError[]): AenvError {
     const told = failures.map((failure) => failure.message).join("; ");
-    if (failures.every((failure) => failure instanceof RegistryUnreached)) {
+    if (!failures.some((failure) => !(failure instanceof RegistryUnreached))) {
       return new RegistryUnreached({
         code: "image_registry_unreachable",
         status: 502,
