@@ -454,6 +454,8 @@ describe("bad input", () => {
       const reply = await call("POST", "/v2/sandboxes", { templateID: "base", ...extra });
       expect(reply.status).toBe(400);
       expect(reply.json.message).toContain(name);
+      const cure = name === "volumeMounts" ? /attachedDrives.*aenv upload/ : /leave/;
+      expect(reply.json.remediation).toMatch(cure);
     }
   });
 

@@ -76,7 +76,10 @@ function refuseUnsupported(body: {
   refused.push(...unknownNetworkFields(body.network));
   if (Object.keys(body.iam?.tokens ?? {}).length > 0) refused.push("iam.tokens");
   if (refused.length > 0) {
-    throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field");
+    const cure = refused.includes("volumeMounts")
+      ? "bring data in as an image with attachedDrives of POST /sandboxes-cold, or as files once it runs (aenv upload, files.write)"
+      : "leave them out";
+    throw badRequest(`not supported by this server: ${refused.join(", ")}`, "unsupported_field", cure);
   }
 }
 

@@ -1253,7 +1253,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       code: "snapshot_not_found",
       status: 404,
       message: `snapshot ${name} was not found`,
-      remediation: "list the snapshots with GET /snapshots",
+      remediation: "list the snapshots there are with `aenv snapshot list` (GET /snapshots)",
     });
   }
 
