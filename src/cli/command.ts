@@ -32,7 +32,13 @@ export interface Flag {
 }
 
 /** Things whose names only the server knows. */
-export type Dynamic = "sandbox" | "running-sandbox" | "paused-sandbox" | "template" | "snapshot";
+export type Dynamic =
+  | "sandbox"
+  | "running-sandbox"
+  | "paused-sandbox"
+  | "template"
+  | "startable"
+  | "snapshot";
 
 export interface Argument {
   readonly name: string;

@@ -94,7 +94,9 @@ export const COMMANDS: readonly Command[] = [
     name: "start",
     group: SANDBOXES,
     summary: "Start a sandbox and open a shell in it",
-    arguments: [{ name: "target", help: "template name or id, or snapshot id", complete: "template" }],
+    arguments: [
+      { name: "target", help: "template name or id, or snapshot name or id", complete: "startable" },
+    ],
     details:
       "When its time to live is over a sandbox is paused and kept, memory and all: `aenv resume` and `aenv connect` bring it back, `aenv delete` removes it. With --cold the target is an image, and the sandbox boots from it instead of resuming a template's memory.",
     flags: [
@@ -120,7 +122,7 @@ export const COMMANDS: readonly Command[] = [
         name: "volume",
         value: "PATH=VOLUME",
         repeat: true,
-        help: "mount a volume, by name or id, at an absolute path",
+        help: "for servers with volumes, which agentenv is not: it refuses them (its way: attachedDrives of a cold create, or aenv upload)",
       },
       DETACH_KEYS,
       { name: "secure", help: "accepted for compatibility: sandboxes are always secured" },
@@ -173,7 +175,7 @@ export const COMMANDS: readonly Command[] = [
     aliases: ["cn"],
     summary: "Open a shell in a sandbox, resuming it when paused",
     details:
-      "All keys go to the shell; end it to leave. The detach keys leave it running: come back to it with --pid. The status is the shell's own; 130 when the sandbox was paused, deleted or lost.",
+      "The sandbox then has at least 300 s to live, and is kept alive while keys are typed. All keys go to the shell; end it to leave. The detach keys leave it running: come back to it with --pid. The status is the shell's own; 130 when the sandbox was paused, deleted or lost.",
     arguments: [sandbox("sandbox")],
     flags: [
       { name: "pid", value: "PID", help: "attach to a detached shell instead of starting one" },
@@ -209,7 +211,7 @@ export const COMMANDS: readonly Command[] = [
     group: INSIDE,
     summary: "Copy a file or directory out of a sandbox",
     details:
-      "An existing local directory, or a path that ends in /, takes the remote name. Files that are there are kept unless --force is given; each file appears whole or not at all.",
+      "An existing local directory, or a path that ends in / (which is made when only its last part is missing), takes the remote name. Files that are there are kept unless --force is given; each file appears whole or not at all.",
     arguments: [
       sandbox("running-sandbox"),
       { name: "remote-path", help: "path in the sandbox" },

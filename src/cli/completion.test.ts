@@ -81,6 +81,19 @@ describe("candidates", () => {
     expect(await words("timeout", running, "")).toEqual([]);
     expect(await words("start", "--timeout", "5", "ba")).toEqual(["base", "base-dev:v2"]);
     expect(await words("template", "watch", "base-")).toEqual(["base-dev:v2"]);
+    // What a sandbox cannot be started from is still a template to look at or delete.
+    rig.template("base-failed", "error");
+    rig.template("base-building", "building");
+    const source = rig.template("base-warm");
+    rig.templates.delete(source.id);
+    rig.snapshots.push({ ...source, source: { kind: "sandbox", sourceSandboxId: running } });
+    expect(await words("start", "base")).toEqual(["base", "base-dev:v2", "base-warm"]);
+    expect(await words("start", source.id.slice(0, -1))).toEqual([source.id]);
+    expect(await words("template", "delete", "base-")).toEqual([
+      "base-building",
+      "base-dev:v2",
+      "base-failed",
+    ]);
     const described = await complete(["resume", ""], "zsh");
     expect(described.out).toBe(`${paused}\tpython (paused)\n`);
   });

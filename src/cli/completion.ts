@@ -137,28 +137,39 @@ async function argumentCandidates(argument: TreeArgument): Promise<Candidate[]> 
   }
 }
 
+/** `ready`: only those that a sandbox can be started from. */
+function templateCandidates(templates: readonly TemplateJson[], ready: boolean): Candidate[] {
+  return templates.flatMap(({ templateID, names, aliases, buildStatus = "template" }) => {
+    if (ready && buildStatus !== "ready" && buildStatus !== "template") return [];
+    const all = names ?? aliases ?? [];
+    return all.length > 0
+      ? all.map((value) => ({ value, description: `${buildStatus}, ${templateID}` }))
+      : [{ value: templateID, description: buildStatus }];
+  });
+}
+
+function snapshotCandidates(snapshots: readonly SnapshotJson[]): Candidate[] {
+  return snapshots.flatMap(({ snapshotID, names = [] }) =>
+    [...names, snapshotID].map((value) => ({
+      value,
+      description: value === snapshotID ? names.join(", ") || "snapshot" : snapshotID,
+    })),
+  );
+}
+
 async function fromServer(what: Dynamic): Promise<Candidate[]> {
   const signal = AbortSignal.timeout(TOTAL_MS);
   const api = new Api(await loadCredentials());
   const options = { signal, timeoutMs: TOTAL_MS, connectTimeoutMs: CONNECT_MS };
-  if (what === "template") {
-    const templates = await api.list<TemplateJson>("/v2/templates", options);
-    return templates.flatMap((template) => {
-      const names = template.names ?? template.aliases ?? [];
-      const description = `${template.buildStatus ?? "template"}, ${template.templateID}`;
-      return names.length > 0
-        ? names.map((value) => ({ value, description }))
-        : [{ value: template.templateID, description: template.buildStatus ?? "template" }];
-    });
-  }
-  if (what === "snapshot") {
-    const snapshots = await api.list<SnapshotJson>("/snapshots", options);
-    return snapshots.flatMap(({ snapshotID, names = [] }) =>
-      [...names, snapshotID].map((value) => ({
-        value,
-        description: value === snapshotID ? names.join(", ") || "snapshot" : snapshotID,
-      })),
-    );
+  const templates = async () =>
+    templateCandidates(await api.list<TemplateJson>("/v2/templates", options), what === "startable");
+  const snapshots = async () => snapshotCandidates(await api.list<SnapshotJson>("/snapshots", options));
+  if (what === "template") return templates();
+  if (what === "snapshot") return snapshots();
+  if (what === "startable") {
+    // Whichever of the two fails leaves the other.
+    const found = await Promise.allSettled([templates(), snapshots()]);
+    return found.flatMap((list) => (list.status === "fulfilled" ? list.value : []));
   }
   const state = { sandbox: "", "running-sandbox": "?state=running", "paused-sandbox": "?state=paused" }[what];
   const sandboxes = await api.list<SandboxJson>(`/v2/sandboxes${state}`, options);

@@ -56,7 +56,10 @@ export async function download({ args, flags, usageError }: Invocation): Promise
   return 0;
 }
 
-/** Where it goes. No part of the given path may be a link: what is written must not end up elsewhere. */
+/**
+ * Where it goes; a directory that is named as one, by a / at its end, is made when only it is missing. No part of the
+ * given path may be a link: what is written must not end up elsewhere.
+ */
 async function finalPath(local: string, remoteName: string): Promise<string> {
   const into = local.endsWith(sep) || (await kindOf(local)) === "directory";
   if (into && badName(remoteName)) {
@@ -64,8 +67,13 @@ async function finalPath(local: string, remoteName: string): Promise<string> {
   }
   const path = into ? join(local, remoteName) : local;
   const parent = dirname(path);
+  let missing = false;
   for (let at = parent; ; at = dirname(at)) {
     const kind = await kindOf(at);
+    if (kind === "none" && at === parent && local.endsWith(sep)) {
+      missing = true;
+      continue;
+    }
     if (kind === "none") {
       throw new CliError(`there is no directory ${at}`, { hint: `make it with: mkdir -p ${parent}` });
     }
@@ -75,6 +83,7 @@ async function finalPath(local: string, remoteName: string): Promise<string> {
     if (kind !== "directory") throw new CliError(`${at} is not a directory`);
     if (dirname(at) === at) break;
   }
+  if (missing) await mkdir(parent);
   return path;
 }
 

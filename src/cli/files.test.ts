@@ -99,6 +99,11 @@ describe.skipIf(noGuest !== undefined)("aenv upload and download", () => {
     }
     expect(readdirSync(join(far, "names")).sort()).toEqual(odd.sort());
     writeFileSync(join(near, "plain"), "plain");
+    // One directory that is named as one is made, for a file and for a tree.
+    expect((await rig.aenv(["download", id, `${far}/names/${odd[0]}`, "made/"])).code).toBe(0);
+    expect(readdirSync(join(rig.dir, "made"))).toEqual([odd[0]!]);
+    expect((await rig.aenv(["download", id, `${far}/names`, "made-too/"])).code).toBe(0);
+    expect(readdirSync(join(rig.dir, "made-too", "names")).sort()).toEqual(odd.sort());
     // The kernel's own files have no size before they are read.
     expect((await rig.aenv(["upload", id, "/proc/version", `${far}/`])).code).toBe(0);
     expect(readFileSync(join(far, "version"), "utf8")).toBe(readFileSync("/proc/version", "utf8"));
@@ -172,6 +177,7 @@ describe.skipIf(noGuest !== undefined)("aenv upload and download", () => {
       [["download", id, `${far}/file`, "near/plain"], "is there already", 1],
       [["download", "--force", id, `${far}/dir`, "near/plain"], "is there and not a directory", 1],
       [["download", id, `${far}/file`, "near/no/such"], "there is no directory near/no", 1],
+      [["download", id, `${far}/file`, "near/no/such/"], "there is no directory near/no", 1],
       [["download", id, `${far}/file`, "near/plain/x"], "near/plain is not a directory", 1],
       [["download", id, "relative-dir"], "is not in sandbox", 1],
     ] as const) {

@@ -226,6 +226,11 @@ export function buildProgram(options: ProgramOptions): Node {
       .allowUnknownOption()
       .allowExcessArguments();
   }
+  // Its name is a command's, too, so that it is no node of its own.
+  program.addHelpText(
+    "after",
+    `  ${"doctor".padEnd(20)} Check the host itself: what is there, what is missing`,
+  );
   return program;
 }
 

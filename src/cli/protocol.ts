@@ -229,6 +229,41 @@ export function decodeEntries(bytes: Uint8Array): RemoteEntry[] {
   return entries;
 }
 
+export interface RemoteProcess {
+  readonly pid: number;
+  readonly cmd: string;
+  readonly args: readonly string[];
+}
+
+/** ListResponse: what was started over the agent and runs. */
+export function decodeProcesses(bytes: Uint8Array): RemoteProcess[] {
+  const reader = Reader.create(bytes);
+  const processes: RemoteProcess[] = [];
+  eachField(reader, reader.len, (field) => {
+    if (field !== 1) return false;
+    let pid = 0;
+    let cmd = "";
+    const args: string[] = [];
+    eachField(reader, embedded(reader), (info) => {
+      if (info === 2) {
+        pid = reader.uint32();
+        return true;
+      }
+      if (info !== 1) return false;
+      eachField(reader, embedded(reader), (config) => {
+        if (config === 1) cmd = reader.string();
+        else if (config === 2) args.push(reader.string());
+        else return false;
+        return true;
+      });
+      return true;
+    });
+    processes.push({ pid, cmd, args });
+    return true;
+  });
+  return processes;
+}
+
 const STREAMS = { 1: "stdout", 2: "stderr", 3: "pty" } as const;
 
 /** One StartResponse or ConnectResponse; undefined for an event this program does not know. */

@@ -301,7 +301,16 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     again.type("exit 9\r");
     await again.shows("[rc 9 same]");
     const gone = rig.terminal(around(`cn ${id} --pid 4194303`));
+    await gone.shows(`no shell runs in it; start one with: aenv cn ${id}`);
     await gone.shows("[rc 1 same]");
+    const other = await connect(id);
+    const wrong = rig.terminal(around(`cn ${id} --pid 4194303`));
+    await wrong.shows(
+      /shells that run in it: (\d+) \(\/bin\/(ba)?sh .*\); come back to one with: aenv cn \S+ --pid \1/,
+    );
+    await wrong.shows("[rc 1 same]");
+    other.type("exit\r");
+    await other.shows("[rc 0 same]");
   });
 
   test("what is typed right before the detach keys still arrives", async () => {

@@ -4,6 +4,7 @@ import { CliError } from "./command.ts";
 import { DetachDetector } from "./detach.ts";
 import { StatusLine, writeAll } from "./output.ts";
 import {
+  decodeProcesses,
   encodeConnect,
   encodeEmpty,
   encodePath,
@@ -118,6 +119,29 @@ async function waitForAgent(target: AgentTarget): Promise<void> {
   }
 }
 
+/** A wrong pid: the right ones are said with it, as far as the sandbox tells them. */
+async function noSuchShell(target: AgentTarget, pid: number, cause: AgentError): Promise<CliError> {
+  const connect = `aenv cn ${target.sandboxId}`;
+  let hint: string;
+  try {
+    // A process of ours that is interactive; `sh -c SCRIPT` is none.
+    const shells = decodeProcesses(await probe(target, SHELL_START_MS)).filter(
+      ({ cmd, args }) => /(?:^|\/)\w*sh$/.test(cmd) && args.every((arg) => /^-(?!c$)/.test(arg)),
+    );
+    hint =
+      shells.length === 0
+        ? `no shell runs in it; start one with: ${connect}`
+        : `shells that run in it: ${shells.map((one) => `${one.pid} (${[one.cmd, ...one.args].join(" ")})`).join(", ")}; come back to one with: ${connect} --pid ${shells[0]!.pid}`;
+  } catch (error) {
+    if (!(error instanceof AgentError)) throw error;
+    hint = `start a shell with: ${connect}`;
+  }
+  return new CliError(`no process ${pid} that was started through the server runs in ${target.sandboxId}`, {
+    hint,
+    cause,
+  });
+}
+
 /** `/bin/bash` when the image has it, else `/bin/sh`. */
 async function pickShell(target: AgentTarget): Promise<{ cmd: string; args: string[] }> {
   const bash = { cmd: "/bin/bash", args: ["-i", "-l"] };
@@ -180,7 +204,10 @@ async function attach(
 ): Promise<number> {
   const id = target.sandboxId;
   const session = new Session(api, target, options);
-  const end = await session.run(what);
+  const end = await session.run(what).catch(async (error: unknown) => {
+    const wrong = typeof what === "number" && session.pid === 0 && error instanceof AgentError;
+    throw wrong && error.code === "not_found" ? await noSuchShell(target, what, error) : error;
+  });
   const notice = (text: string) => process.stderr.write(`\r\x1b[2K${text}\n`);
   switch (end.kind) {
     case "exit":

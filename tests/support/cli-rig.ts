@@ -225,6 +225,9 @@ export class CliRig implements AsyncDisposable {
     return record;
   }
 
+  /** Of sandboxes; what is listed of them. */
+  readonly snapshots: SnapshotRecord[] = [];
+
   /** What every running sandbox is told of its network. */
   networkReport = fakeReport();
 
@@ -410,6 +413,7 @@ export class CliRig implements AsyncDisposable {
         return this.networkReport;
       },
       list: () => [...this.records.values()],
+      listSnapshots: async () => [...this.snapshots],
       kill: async (id) => {
         this.#find(id);
         this.records.delete(id);
