@@ -82,8 +82,7 @@ describe("candidates", () => {
     expect(await words("start", "--timeout", "5", "ba")).toEqual(["base", "base-dev:v2"]);
     expect(await words("template", "watch", "base-")).toEqual(["base-dev:v2"]);
     // What a sandbox cannot be started from is still a template to look at or delete.
-    rig.template("base-failed", "error");
-    rig.template("base-building", "building");
+    const unready = [rig.template("base-failed", "error"), rig.template("base-building", "building")];
     const source = rig.template("base-warm");
     rig.templates.delete(source.id);
     rig.snapshots.push({ ...source, source: { kind: "sandbox", sourceSandboxId: running } });
@@ -94,6 +93,8 @@ describe("candidates", () => {
       "base-dev:v2",
       "base-failed",
     ]);
+    for (const { id } of unready) rig.templates.delete(id);
+    rig.snapshots.length = 0;
     const described = await complete(["resume", ""], "zsh");
     expect(described.out).toBe(`${paused}\tpython (paused)\n`);
   });
