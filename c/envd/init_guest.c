@@ -27,6 +27,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <termios.h>
 #include <unistd.h>
 
 #include "agent.h"
@@ -66,6 +67,10 @@ static void __attribute__((noreturn)) fatal(const char *what, int rc) {
   char line[512];
   snprintf(line, sizeof line, "aenv: init: fatal: %s: %s\n", what, strerror(-rc));
   say(line);
+  tcdrain(1);
+  sync();
+  // Not by powering off: a machine that lacks so much may lack the way to that, and would stand still.
+  reboot(RB_AUTOBOOT);
   machine_off();
   _exit(1);
 }

@@ -14,15 +14,23 @@ export interface InitrdModule {
 const KEPT = 3;
 
 /**
+ * QEMU's microvm loads the archive below the end of memory, from a page's start, and its firmware puts the ACPI tables
+ * at that end: what lies between is 4096 bytes less the rest of the archive's size. A full page has room for the
+ * tables of all devices there can be; less is overwritten without a word, and a guest finds no device.
+ */
+const PAGE = 4096;
+
+/**
  * The initial file system: the guest agent as `/init`, modules flat in `/lib/modules` with their load
- * order, and `/dev/console`. Uncompressed: it is some hundred KiB, and unpacking costs more than reading.
+ * order, and `/dev/console`. Uncompressed: it is some hundred KiB, and unpacking costs more than reading. Its size is
+ * a multiple of 4096 bytes.
  */
 export function buildInitrd(
   init: Uint8Array,
   modules: readonly { name: string; content: Uint8Array }[],
 ): Uint8Array {
   const directory = (path: string): CpioEntry => ({ kind: "directory", path, mode: 0o755 });
-  return writeCpio([
+  const archive = writeCpio([
     directory("dev"),
     { kind: "character-device", path: "dev/console", mode: 0o600, major: 5, minor: 1 },
     { kind: "character-device", path: "dev/null", mode: 0o666, major: 1, minor: 3 },
@@ -48,11 +56,14 @@ export function buildInitrd(
     ),
     { kind: "file", path: "init", mode: 0o755, content: init },
   ]);
+  const padded = new Uint8Array(Math.ceil(archive.length / PAGE) * PAGE);
+  padded.set(archive); // zeros after the end of a cpio archive are left out by the kernel
+  return padded;
 }
 
 /** Name of the archive these parts make, without building it: sizes and hashes are of the parts. */
 export function initrdName(initSha256: string, moduleSha256s: readonly string[]): string {
-  const key = ["layout 1", initSha256, ...moduleSha256s].join("\n");
+  const key = ["layout 2", initSha256, ...moduleSha256s].join("\n");
   return `initrd-${sha256Bytes(Buffer.from(key)).slice(0, 16)}.img`;
 }
 
