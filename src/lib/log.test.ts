@@ -1,7 +1,9 @@
 import { expect, test } from "bun:test";
-import { mkdtempSync, openSync, readFileSync, rmSync } from "node:fs";
+import { appendFileSync, closeSync, mkdtempSync, openSync, readFileSync, rmSync, statSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { fillDisk } from "../../tests/support/full-disk.ts";
+import { runCommand, tryCommand } from "./command.ts";
 import { createLogger, logFormat, logLevel, withLogContext } from "./log.ts";
 import { formatRecord } from "./log-format.ts";
 
@@ -84,4 +86,44 @@ test.each(["json", "compact", "pretty"])("format %s: fields, errors, and no secr
 
 test("a line that is no record passes as it is", () => {
   expect(formatRecord("oops\n", "compact")).toBe("oops\n");
+});
+
+test("a full disk: logging never throws, what waits is written once there is room, the rest is counted", async () => {
+  const dir = mkdtempSync(join(tmpdir(), "aenv-log-"));
+  const mounted = await tryCommand(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", dir]);
+  if (mounted.exitCode !== 0) {
+    rmSync(dir, { recursive: true });
+    console.warn(`tmpfs cannot be mounted here, the full disk is not tried: ${mounted.stderr.trim()}`);
+    return;
+  }
+  const path = join(dir, "log");
+  const fd = openSync(path, "a");
+  try {
+    const log = createLogger("test", fd);
+    log.level = "info";
+    log.info("before");
+    // No room in the last page either.
+    appendFileSync(path, "-".repeat(4096 - (statSync(path).size % 4096)));
+    const filler = fillDisk(dir);
+    log.error("while full");
+    expect(readFileSync(path, "utf8")).not.toContain("while full");
+    rmSync(filler);
+    log.info("room again");
+    const text = readFileSync(path, "utf8");
+    expect(text).toContain("while full");
+    expect(text.indexOf("room again")).toBeGreaterThan(text.indexOf("while full"));
+
+    appendFileSync(path, "-".repeat(4096 - (statSync(path).size % 4096)));
+    const second = fillDisk(dir);
+    for (let i = 0; i < 20; i++) log.info("x".repeat(100_000));
+    rmSync(second);
+    log.info("the last");
+    const all = readFileSync(path, "utf8");
+    expect(all).toContain("the last");
+    expect(all).toMatch(/log lines were lost: the log could not be written.*lost=1\d\b/);
+  } finally {
+    closeSync(fd);
+    await runCommand(["umount", dir]);
+    rmSync(dir, { recursive: true });
+  }
 });

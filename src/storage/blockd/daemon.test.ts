@@ -1,5 +1,6 @@
 import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
 import {
+  appendFileSync,
   existsSync,
   mkdirSync,
   mkdtempSync,
@@ -13,6 +14,7 @@ import {
 import { basename, join } from "node:path";
 import pino from "pino";
 import { eventually } from "../../../tests/support/eventually.ts";
+import { fillDisk } from "../../../tests/support/full-disk.ts";
 import { tryCommand } from "../../lib/command.ts";
 import { AenvError } from "../../lib/errors.ts";
 import { lockHolder } from "../../lib/file-lock.ts";
@@ -555,6 +557,39 @@ describe("one daemon", () => {
       await tryCommand(["umount", dir]);
     }
   });
+});
+
+test("a full disk that holds the log as well is ENOSPC for the guest, and the daemon goes on", async () => {
+  const options = optionsFor("full-log");
+  const dir = join(root, "full-log-disk");
+  mkdirSync(dir);
+  const mounted = await tryCommand(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", dir]);
+  if (mounted.exitCode !== 0) {
+    console.log(`skipped: a tmpfs cannot be mounted here: ${mounted.stderr.trim()}`);
+    return;
+  }
+  const logPath = join(dir, "log");
+  const supervised = await supervise({ ...options, logPath });
+  try {
+    const { client } = supervised;
+    const info = await createBlank(client, "full", 64 * MiB, dir);
+    using raw = await RawClient.open(info.socketPath!, "full");
+    // No room in the log's last page either.
+    appendFileSync(logPath, "-".repeat(4096 - (statSync(logPath).size % 4096)));
+    fillDisk(dir);
+    const before = lockHolder(join(options.runtimeDir, "lock"));
+    for (const cookie of [1, 2]) {
+      raw.send(request(Command.write, cookie, MiB, MiB, 0, Buffer.alloc(MiB, cookie)));
+      expect((await raw.answer()).error).toBe(28);
+    }
+    expect((await client.stats()).devices).toMatchObject([{ deviceId: "full", errorOps: 2 }]);
+    expect(lockHolder(join(options.runtimeDir, "lock"))).toBe(before!);
+    raw[Symbol.dispose]();
+    await client.release("full");
+  } finally {
+    await end(supervised);
+    await tryCommand(["umount", "-l", dir]);
+  }
 });
 
 test("warm layers are a number for all workers together", async () => {
