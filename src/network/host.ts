@@ -19,6 +19,12 @@ export function lacksCapabilities(procStatus: string): string[] {
   ];
 }
 
+/** Names of all network devices of this process's network namespace. */
+export async function hostDevices(): Promise<ReadonlySet<string>> {
+  const text = await readFile("/proc/self/net/dev", "utf8");
+  return new Set(Array.from(text.matchAll(/^ *([^\s|]+):/gm), ([, name]) => name ?? ""));
+}
+
 /** Throws an error with the cure when this host or process cannot make network slots. */
 export async function requireHostSupport(): Promise<void> {
   const missing = lacksCapabilities(await readFile("/proc/self/status", "utf8"));

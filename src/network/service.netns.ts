@@ -10,6 +10,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
 import { attachGuest, buildTapCable, inside, makeInternet, run } from "../../tests/support/network-rig.ts";
+import { runCommand } from "../lib/command.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import {
@@ -224,6 +225,23 @@ describe("slots", () => {
     await Promise.all(slots.map((slot) => slot[Symbol.asyncDispose]()));
     await slots[0]?.[Symbol.asyncDispose]();
     expect(ourDevices()).toEqual([]);
+  });
+
+  test("150 device names that another server has are passed over", async () => {
+    const links = Array.from({ length: 75 }, (_, i) => `veth-${2 * i + 1},veth-${2 * i + 2}`);
+    const commands = links.map((pair) => {
+      const [first, second] = pair.split(",");
+      return `link add ${first} group 77 type veth peer name ${second}`;
+    });
+    await runCommand(["ip", "-batch", "-"], { stdin: commands.join("\n") });
+    try {
+      await using service = await startService();
+      const slots = await Promise.all(Array.from({ length: 5 }, () => service.acquire()));
+      expect(slots.map((slot) => slot.index).sort()).toEqual([151, 152, 153, 154, 155]);
+      await Promise.all(slots.map((slot) => slot[Symbol.asyncDispose]()));
+    } finally {
+      run("ip", "link", "delete", "group", "77");
+    }
   });
 
   test("one after the other", async () => {

@@ -5,7 +5,7 @@ import { runCommand } from "../lib/command.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
 import { newId } from "../lib/ids.ts";
-import { formatIpv4, parseCidr, parseIpv4 } from "../lib/ipv4.ts";
+import { formatCidr, formatIpv4, parseCidr, parseIpv4 } from "../lib/ipv4.ts";
 import type { Logger } from "../lib/log.ts";
 import {
   type AddressPlan,
@@ -24,7 +24,13 @@ import {
 } from "./address-plan.ts";
 import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
 import { type CompiledPolicy, compilePolicy, DEFAULT_POLICY, type EgressPolicy } from "./egress-policy.ts";
-import { chooseDnsServer, enableForwarding, ownLocalAddress, requireHostSupport } from "./host.ts";
+import {
+  chooseDnsServer,
+  enableForwarding,
+  hostDevices,
+  ownLocalAddress,
+  requireHostSupport,
+} from "./host.ts";
 import { adviseOnPools } from "./host-check.ts";
 import { closeHostFirewall, openHostFirewall } from "./host-firewall.ts";
 import type { Batch } from "./nft.ts";
@@ -57,7 +63,10 @@ const NETNS_PREFIX = "agentenv-ns-";
 const SLOT_LINK = /^slot-([\d.]+)-(\d{1,5})$/;
 /** Slot work is kernel work under one lock: more at once only waits there. */
 const MAX_CONCURRENT_JOBS = 4;
-/** A device name or route of ours that somebody else has makes us take the next index, up to this often. */
+/**
+ * A device name or route of ours that somebody else has makes us take the next index, up to this often; indices whose
+ * device names are seen on the host do not count.
+ */
 const MAX_TAKEN_INDICES = 64;
 /** Namespaces of veth pairs: 02:fc + these offsets keep both ends' MAC addresses apart. */
 const HOST_MAC_BASE = 0x01000000;
@@ -346,11 +355,11 @@ class Service implements NetworkService {
   // ---- slots ---------------------------------------------------------------------------------------
 
   /** Round robin: an address just freed is used again as late as possible, when its connections are gone. */
-  #reserveIndex(): number {
+  #reserveIndex(taken: ReadonlySet<string>): number {
     for (let tried = FIRST_SLOT; tried <= LAST_SLOT; tried++) {
       const index = this.#cursor;
       this.#cursor = index === LAST_SLOT ? FIRST_SLOT : index + 1;
-      if (this.#slots.has(index)) continue;
+      if (this.#slots.has(index) || taken.has(this.#plan.slot(index).hostDevice)) continue;
       this.#slots.set(index, "in_use");
       return index;
     }
@@ -377,14 +386,26 @@ class Service implements NetworkService {
   /** A new slot that nobody holds yet, with the default policy. */
   async #createSlot(): Promise<SlotState> {
     this.#requireRunning();
+    // Device names are the whole host's: another server with another pool has some of them.
+    let taken: ReadonlySet<string> = new Set();
     for (let attempt = 1; ; attempt++) {
-      const index = this.#reserveIndex();
+      const index = this.#reserveIndex(taken);
       try {
         return await this.#createAt(this.#plan.slot(index));
       } catch (error) {
         this.#slots.delete(index);
-        if (errorCode(error) !== "os_eexist" || attempt === MAX_TAKEN_INDICES) throw error;
+        if (errorCode(error) !== "os_eexist") throw error;
+        if (attempt === MAX_TAKEN_INDICES) {
+          throw new AenvError({
+            code: "network_slots_taken",
+            status: 503,
+            message: `${attempt} network slots in a row have names or addresses that somebody else on this host uses`,
+            remediation: `see what uses ${formatCidr(this.#plan.hostInteraction)}: ip route; or set network.internal.host_interaction_cidr and veth_cidr to free ranges`,
+            cause: error,
+          });
+        }
         this.#log.debug({ index, err: error }, "network slot is taken by somebody else, trying the next");
+        taken = await hostDevices();
       }
     }
   }
