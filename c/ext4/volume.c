@@ -75,6 +75,9 @@ int volume_format(struct volume *volume, struct cache *cache, uint64_t size_byte
 	if (blocks < 2048)
 		return fail(failure, FAILURE_USAGE, EINVAL, "a virtual disk of %" PRIu64 " bytes is too small, the least is 8 MiB",
 			    size_bytes);
+	if (blocks > UINT32_MAX)
+		return fail(failure, FAILURE_INPUT, EFBIG, "a virtual disk of %" PRIu64 " bytes is too large, it must be below 16 TiB",
+			    size_bytes);
 	parameters.s_rev_level = EXT2_DYNAMIC_REV;
 	parameters.s_log_block_size = 2;
 	parameters.s_log_cluster_size = 2;

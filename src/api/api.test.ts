@@ -542,6 +542,8 @@ describe("bad input", () => {
       [{ memoryMB: 64 }, "memoryMB"],
       [{ diskSizeMB: 1500 }, "diskSizeMB"],
       [{ diskSizeMB: 0 }, "diskSizeMB"],
+      [{ diskSizeMB: 16_777_216 }, "16776192"],
+      [{ attachedDrives: [{ driveID: "d", source: { image: "a" }, diskSizeMB: 16_777_216 }] }, "16776192"],
       [{ attachedDrives: [{ driveID: "", source: { image: "a" } }] }, "attachedDrives"],
       [{ attachedDrives: [{ driveID: "d", source: {} }] }, "attachedDrives"],
       [{ attachedDrives: [{ driveID: "d", source: { image: "a" }, iops: 1 }] }, "iops"],

@@ -87,7 +87,9 @@ export const NewSandboxV2 = component(
   }),
 );
 
-const DiskSizeMB = z.int().min(1024).max(16_777_216).multipleOf(1024);
+/** The largest multiple below 16 TiB: disks are made with fewer than 2^32 blocks of 4 KiB. */
+const MAX_DISK_SIZE_MB = 16_776_192;
+const DiskSizeMB = z.int().min(1024).max(MAX_DISK_SIZE_MB).multipleOf(1024);
 
 export const AttachedDrive = component(
   "AttachedDrive",

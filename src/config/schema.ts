@@ -257,7 +257,7 @@ export const configSchema = z.object({
     cache: table({
       root_dir: path("$AENV_HOME/image-cache"),
       capacity_gb: z.int().min(0, "must be at least 0").optional(),
-      virtual_size_gib: integer(64, 1, 65536),
+      virtual_size_gib: integer(64, 1, 16383),
       remote_blocks: table({ max_size_gb: integer(10, 0, U32) }),
       gc: table({
         enabled: flag(true),

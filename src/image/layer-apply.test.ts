@@ -82,6 +82,9 @@ test("agentenv layer apply: two layers, one with a whiteout, make the file syste
     writeFileSync(at("torn.tar"), Buffer.alloc(700, 1));
     expect((await layer("apply", at("c.data"), at("torn.tar"), "--mkfs")).code).toBe(1);
     expect(errors.splice(0).join()).toContain("tar");
+    await ok("create", at("huge.data"), "--size", String(2 ** 44));
+    expect((await layer("apply", at("huge.data"), at("two.tar"), "--mkfs")).code).toBe(1);
+    expect(errors.splice(0).join()).toContain("must be below 16 TiB");
     expect((await layer("apply", at("c.data"), at("absent.tar"), "--mkfs")).code).toBe(2);
     expect((await layer("apply", at("absent.data"), at("two.tar"))).code).toBe(2);
     expect((await layer("apply", at("c.data"), at("two.tar"), "--fs-uuid", uuid)).code).toBe(2);
