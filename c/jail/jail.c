@@ -281,6 +281,11 @@ int jail_add(pid_t pid, const struct jail *jail) {
   snprintf(path, sizeof path, "/proc/%d/ns/mnt", (int)pid);
   int space = open(path, O_RDONLY | O_CLOEXEC);
   STEP("find the jail of process", path, space);
+  /* Where the namespace's own root lies elsewhere, as in a change of root, entering it would lead out of the jail. */
+  char root_path[64];
+  snprintf(root_path, sizeof root_path, "/proc/%d/root", (int)pid);
+  int root = open(root_path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  STEP("find the root of process", root_path, root);
   int trees[JAIL_MAX_ENTRIES];
   struct stat stats[JAIL_MAX_ENTRIES];
   for (size_t i = 0; i < jail->entry_count; i++) {
@@ -300,6 +305,8 @@ int jail_add(pid_t pid, const struct jail *jail) {
   }
   STEP("unshare", "the file system's state", unshare(CLONE_FS));
   STEP("enter the jail of", path, setns(space, CLONE_NEWNS));
+  STEP("go to", root_path, fchdir(root));
+  STEP("change the root to", root_path, chroot("."));
   umask(0022);
   for (size_t i = 0; i < jail->entry_count; i++) {
     const struct jail_entry *entry = &jail->entries[i];
