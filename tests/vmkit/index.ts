@@ -118,7 +118,14 @@ async function makeInitrd(dir: string, kos: readonly string[]): Promise<string> 
     { timeoutMs: 60_000 },
   );
   const path = join(dir, "initrd.img");
-  await runCommand(["sh", "-c", 'cd "$1" && find . | cpio -o -H newc --quiet -C 4096 > "$2"', "sh", tree, path]);
+  await runCommand([
+    "sh",
+    "-c",
+    'cd "$1" && find . | cpio -o -H newc --quiet -C 4096 > "$2"',
+    "sh",
+    tree,
+    path,
+  ]);
   return path;
 }
 
