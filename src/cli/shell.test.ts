@@ -298,7 +298,7 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     process.kill(Number(pid), "SIGSTOP");
     const again = rig.terminal(around(`cn ${id} --pid ${pid}`));
     await again.shows("connecting");
-    await Bun.sleep(1000);
+    await Bun.sleep(500);
     process.kill(Number(pid), "SIGCONT");
     await again.shows("guest> ");
     again.type("echo $kept\r");

@@ -43,7 +43,7 @@ const LAST_KEYS_MS = 3_000;
 
 const RESIZE_POLL_MS = 250;
 /** How long a program that is taken over may take to draw itself in the size that makes it do so. */
-const REDRAW_MS = 2_000;
+const REDRAW_MS = 1_000;
 const REATTACH_PAUSE_MS = 500;
 const REATTACH_MS = 800;
 /** How far the main output stream may be behind a second one. */
@@ -292,8 +292,8 @@ class Session {
   #second: EventStream | undefined;
   #heardAt = performance.now();
   #unhealthyMs = 0;
-  /** Until when the size stays another one, unless something is shown before. */
-  #redrawnBy = 0;
+  /** Told when something is shown. */
+  #drawn: () => void = () => undefined;
   #active = false;
   /** Since when printable keys wait for any output. */
   #echoSince: number | undefined;
@@ -325,11 +325,14 @@ class Session {
       const first = await this.#main.next(SHELL_START_MS);
       if (first?.kind !== "start") throw new CliError("the shell did not start");
       this.#pid = first.pid;
-      this.#begin(typeof what === "number" ? await this.#takeOver(size) : size);
       this.#follow().then(
         (end) => this.#outcome.resolve(end),
         (error: unknown) => this.#outcome.reject(error),
       );
+      // Asked for below; what goes wrong before is told first.
+      this.#outcome.promise.catch(() => undefined);
+      if (typeof what === "number") await this.#takeOver(size);
+      this.#begin(size);
       return await this.#outcome.promise;
     } finally {
       this.#over = true;
@@ -340,23 +343,26 @@ class Session {
   }
 
   /**
-   * A terminal that was left: a change of its size makes programs draw themselves anew. Resolves with the size
-   * told. The right one follows when something was drawn: two changes at once look like none to a busy program.
+   * A terminal that was left: a change of its size makes programs draw themselves anew. The right size follows when
+   * something was drawn: two changes at once look like none to a busy program.
    */
-  async #takeOver(size: TerminalSize): Promise<TerminalSize> {
-    const other = { cols: size.cols, rows: size.rows + 1 };
+  async #takeOver(size: TerminalSize): Promise<void> {
+    const tell = (next: TerminalSize) =>
+      unary(this.#target, "process.Process/Update", encodeResize(this.#pid, next), 5_000);
+    const drawn = Promise.withResolvers<void>();
+    this.#drawn = drawn.resolve;
     try {
-      await unary(this.#target, "process.Process/Update", encodeResize(this.#pid, other), 5_000);
+      await tell({ cols: size.cols, rows: size.rows + 1 });
+      await Promise.race([drawn.promise, Bun.sleep(REDRAW_MS)]);
+      await tell(size);
     } catch (error) {
       if (!(error instanceof AgentError) || error.code !== "internal") throw error;
       throw new CliError(`process ${this.#pid} has no terminal to attach to`, { cause: error });
     }
-    this.#redrawnBy = performance.now() + REDRAW_MS;
-    return other;
   }
 
-  /** Takes the terminal over and starts whatever runs beside the output. `told`: the size the shell knows. */
-  #begin(told: TerminalSize): void {
+  /** Takes the terminal over and starts whatever runs beside the output. */
+  #begin(size: TerminalSize): void {
     const { stdin } = process;
     const cleanup = this.#cleanup;
     cleanup.use(new RawMode(this.#modes));
@@ -390,7 +396,7 @@ class Session {
       const timer = setInterval(action, ms);
       cleanup.defer(() => clearInterval(timer));
     };
-    this.#followSize(told, every);
+    this.#followSize(size, every);
     every(ECHO_MS / 2, () => this.#checkEcho());
     let watching = false;
     every(WATCH_MS, () => {
@@ -426,7 +432,6 @@ class Session {
     let telling = false;
     every(RESIZE_POLL_MS, () => {
       const size = localSize();
-      if (performance.now() < this.#redrawnBy) return;
       if (telling || (size.cols === told.cols && size.rows === told.rows)) return;
       telling = true;
       const done = (): void => {
@@ -488,7 +493,7 @@ class Session {
 
   async #show(bytes: Uint8Array): Promise<void> {
     this.#active = true;
-    this.#redrawnBy = 0;
+    this.#drawn();
     this.#echoSince = undefined;
     this.#modes.observe(bytes);
     await writeAll(process.stdout, bytes);
