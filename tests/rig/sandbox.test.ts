@@ -278,7 +278,7 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml, memoryMiB }) =>
         ...{ cpuCount: 1, memoryMB: 192, secure: true, timeout: 600 },
         attachedDrives: [
           { driveID: "base", source },
-          { driveID: "work", source, readOnly: false, mountPath: "/work", subPath: "etc" },
+          { driveID: "work", source, readOnly: false, mountPath: "/drive", subPath: "etc" },
         ],
       }),
     });
@@ -287,13 +287,13 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml, memoryMiB }) =>
     took("cold boot with two drives", startedMs);
     let box = await Sandbox.connect(sandboxID, { ...connection, timeoutMs: 600_000 });
     const three = (await devices()).length;
-    await shell(box, "echo kept > /work/kept; sync");
+    await shell(box, "echo kept > /drive/kept; sync");
     expect(await shell(box, "echo no > /mnt/base/no 2>&1 || echo refused")).toContain("refused");
     await box.pause();
     expect((await devices()).length).toBe(three - 3);
     box = await Sandbox.connect(sandboxID, { ...connection, timeoutMs: 600_000 });
     await shell(box, "echo 3 > /proc/sys/vm/drop_caches");
-    expect(await shell(box, "cat /work/kept /mnt/base/etc/passwd")).toBe(
+    expect(await shell(box, "cat /drive/kept /mnt/base/etc/passwd")).toBe(
       "kept\nroot:x:0:0:root:/root:/bin/sh\n",
     );
     await box.kill();
