@@ -487,6 +487,42 @@ describe("a VM", () => {
     expect(lives(vm)).toBe(true);
   });
 
+  test("has no limits while it stands still: what waits for them would be done after its state is saved", async () => {
+    const plain = specFor("lifted");
+    const rateLimit = { bandwidthBytesPerSec: MiB, bandwidthBurstBytes: 0, iops: 100, iopsBurst: 5 };
+    const free = { ...plain.drives[0]!, driveId: "free" };
+    const driver = driverFor();
+    await using vm = await driver.launch({ ...plain, drives: [{ ...plain.drives[0]!, rateLimit }, free] });
+    const limits = (of: VmHandle) =>
+      requests(of)
+        .filter(({ method }) => method === "PATCH")
+        .map(({ path, body }) => [path, body.state ?? body.rate_limiter]);
+    const none = { size: 0, refill_time: 0 };
+    // A bucket takes any one request of a guest: a timer for one that is larger may be as long as it likes.
+    const limit = {
+      bandwidth: { size: 4 * MiB, refill_time: 4000, one_time_burst: 0 },
+      ops: { size: 100, refill_time: 1000, one_time_burst: 5 },
+    };
+    const standing = [
+      ["/vm", "Paused"],
+      ["/drives/rootfs", { bandwidth: none, ops: none }],
+    ];
+    const running = [
+      ["/drives/rootfs", limit],
+      ["/vm", "Resumed"],
+    ];
+    await vm.pause();
+    expect(limits(vm)).toEqual(standing);
+    // The server is killed meanwhile.
+    const again = (await driver.adopt(JSON.parse(JSON.stringify(vm.reference))))!;
+    await again.resume();
+    expect(limits(vm)).toEqual([...standing, ...running]);
+    await again.pause();
+    await again.resume();
+    expect(limits(vm)).toEqual([...standing, ...running, ...standing, ...running]);
+    await again.kill();
+  });
+
   test("saves its state only while it is paused, and leaves no pages behind", async () => {
     const spec = specFor("save");
     await using vm = await driverFor().launch(spec);

@@ -130,6 +130,8 @@ export interface VmReference {
   readonly consoleLogPath?: string;
   /** Directory on the host of what the VMM is shut in with. Absent: it is not. */
   readonly jailDir?: string;
+  /** Limits of its drives by their ids, where the driver has to lift them for a capture. */
+  readonly driveLimits?: Readonly<Record<string, DriveRateLimit>>;
   /** Its network, where the driver has to hold that still for a capture. */
   readonly network?: Pick<VmNetwork, "netnsPath" | "tapName">;
 }

@@ -101,15 +101,42 @@ function metadataRequests(spec: VmLaunchSpec, configure: boolean): ApiRequest[] 
   return [...(configure ? [config] : []), { method: "PUT", path: "/mmds", body: spec.metadata }];
 }
 
-/** A bucket holds a second's worth, and the burst once; of size 0 it limits nothing and takes an earlier limit away. */
+/** More than a Linux guest asks of a disk at once (BLK_DEF_MAX_SECTORS_CAP: 1.25 MiB, 4 MiB from 6.16 on). */
+const LARGEST_REQUEST_BYTES = 4 * 2 ** 20;
+/**
+ * A limiter that has let nothing through looks again after so long (REFILL_TIMER_INTERVAL_MS of its rate_limiter).
+ * Only after a request larger than its bucket it is longer: none is, see {@link rateLimiter}.
+ */
+const LIMITER_TIMER_MS = 100;
+/** From when limits are taken away until nothing waits for them any more, with room for a busy host. */
+export const LIFTED_MS = LIMITER_TIMER_MS + 20;
+
+/**
+ * A bucket holds a second's worth, but no less than one request, and the burst once; of size 0 it limits nothing and
+ * takes an earlier limit away.
+ */
 function rateLimiter(limit: DriveRateLimit | undefined): Record<string, unknown> {
-  const bucket = (perSecond: number, burst: number) =>
-    perSecond === 0
-      ? { size: 0, refill_time: 0 }
-      : { size: perSecond, refill_time: 1000, one_time_burst: burst };
+  const bucket = (perSecond: number, burst: number, least: number) => {
+    if (perSecond === 0) return { size: 0, refill_time: 0 };
+    const size = Math.max(perSecond, least);
+    return { size, refill_time: Math.round((1000 * size) / perSecond), one_time_burst: burst };
+  };
   return {
-    bandwidth: bucket(limit?.bandwidthBytesPerSec ?? 0, limit?.bandwidthBurstBytes ?? 0),
-    ops: bucket(limit?.iops ?? 0, limit?.iopsBurst ?? 0),
+    bandwidth: bucket(
+      limit?.bandwidthBytesPerSec ?? 0,
+      limit?.bandwidthBurstBytes ?? 0,
+      LARGEST_REQUEST_BYTES,
+    ),
+    ops: bucket(limit?.iops ?? 0, limit?.iopsBurst ?? 0, 1),
+  };
+}
+
+/** Gives a drive of a VM that is there another limit; undefined: none. */
+export function limitRequest(driveId: string, limit: DriveRateLimit | undefined): ApiRequest {
+  return {
+    method: "PATCH",
+    path: `/drives/${encodeURIComponent(driveId)}`,
+    body: { drive_id: driveId, rate_limiter: rateLimiter(limit) },
   };
 }
 
@@ -213,13 +240,7 @@ export function restoreRequests(
       timeoutMs: START_MS,
     },
     // The state brings the limits it was made with.
-    ...spec.drives.map(
-      (drive): ApiRequest => ({
-        method: "PATCH",
-        path: `/drives/${encodeURIComponent(drive.driveId)}`,
-        body: { drive_id: drive.driveId, rate_limiter: rateLimiter(drive.rateLimit) },
-      }),
-    ),
+    ...spec.drives.map((drive) => limitRequest(drive.driveId, drive.rateLimit)),
     // Configured by the state, the content is this sandbox's own.
     ...metadataRequests(spec, false),
     { method: "PATCH", path: "/vm", body: { state: "Resumed" } },

@@ -42,6 +42,8 @@ import {
   driveLink,
   jailEntries,
   kernelCommandLine,
+  LIFTED_MS,
+  limitRequest,
   MAX_DRIVES,
   type MachineSettings,
   MEMORY,
@@ -410,6 +412,9 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
       output.run();
       throw startError(spec, restoring, cause, stderrTail, readTail(spec.consoleLogPath, 1024));
     }
+    const limited = spec.drives.flatMap(({ driveId, rateLimit }) =>
+      rateLimit === undefined ? [] : [[driveId, rateLimit] as const],
+    );
     const reference: VmReference = {
       vmId: spec.vmId,
       pid: jail.process.pid,
@@ -422,6 +427,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
       network: { netnsPath: spec.network.netnsPath, tapName: spec.network.tapName },
       ...(restoring ? { memoryMappedAs: MEMORY } : { anonymousMemory: true }),
       ...(regions === undefined ? {} : { memoryRegions: regions }),
+      ...(limited.length === 0 ? {} : { driveLimits: Object.fromEntries(limited) }),
     };
     const snapshotType = this.#snapshotType(await this.#version());
     undo.move();
@@ -668,7 +674,7 @@ class FirecrackerHandle implements VmHandle {
    * Firecracker goes on putting what comes through the tap into a paused guest's memory, which is read after the
    * device state: what came between would be in the one and not in the other, and a restored guest's network card
    * would use buffers again that the guest has back. So nothing reaches the tap while the VM stands still, and what was
-   * on its way is done with before the state is saved: see `#settleNetwork`.
+   * on its way is done with before the state is saved: see `#settle`.
    */
   async #holdNetwork(): Promise<void> {
     const { network } = this.reference;
@@ -680,10 +686,27 @@ class FirecrackerHandle implements VmHandle {
 
   /**
    * A round of Firecracker's event loop for what waits, one for answers to that, and as each request may come in the
-   * midst of a round, one more.
+   * midst of a round, one more. Requests to disks are carried out within a round.
    */
-  async #settleNetwork(): Promise<void> {
+  async #settle(): Promise<void> {
     for (let i = 0; i < 3; i++) await this.api.call("GET", "/version");
+  }
+
+  /**
+   * What a limiter holds back it carries out by a timer of its own, whether the vCPUs run or not: a disk might be
+   * written when it is sealed, and the guest's memory be told so when the device state, by which the request is carried
+   * out once more after a restore, is saved. So limits are away while the VM stands still, and what waited for them is
+   * done when this resolves; they come back before the vCPUs run, see `resume`.
+   */
+  async #liftLimits(): Promise<void> {
+    const limited = Object.keys(this.reference.driveLimits ?? {});
+    if (limited.length === 0) return;
+    for (const driveId of limited) await this.#request(limitRequest(driveId, undefined));
+    await Bun.sleep(LIFTED_MS);
+  }
+
+  async #request({ method, path, body, timeoutMs }: ApiRequest): Promise<void> {
+    await this.api.call(method, path, body, timeoutMs);
   }
 
   async #letNetworkGo(): Promise<void> {
@@ -710,10 +733,14 @@ class FirecrackerHandle implements VmHandle {
       this.api.call("PATCH", "/vm", { state: "Paused" }),
     ]);
     for (const one of done) if (one.status === "rejected") throw one.reason;
+    await this.#liftLimits();
+    await this.#settle();
   }
 
   async resume(): Promise<void> {
     this.#usable();
+    for (const [driveId, limit] of Object.entries(this.reference.driveLimits ?? {}))
+      await this.#request(limitRequest(driveId, limit));
     await this.api.call("PATCH", "/vm", { state: "Resumed" });
     await this.#letNetworkGo();
   }
@@ -737,7 +764,7 @@ class FirecrackerHandle implements VmHandle {
     };
     try {
       await clear();
-      await this.#settleNetwork();
+      await this.#settle();
       await this.api.call(
         "PUT",
         "/snapshot/create",
