@@ -8,6 +8,8 @@ import { bindShim } from "./lib.ts";
 const shim = bindShim({
   aenv_net_slot_create: { args: ["ptr", "ptr", "ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_slot_destroy: { args: ["ptr", "ptr", "u32"], returns: "i32" },
+  aenv_net_slot_rates: { args: ["ptr", "ptr", "ptr"], returns: "i32" },
+  aenv_net_tap_owner: { args: ["ptr", "u32"], returns: "i32" },
   aenv_net_rules: { args: ["ptr", "i32", "ptr", "u32"], returns: "i32" },
   aenv_net_forget_flows: { args: ["i32", "i32", "u32", "u32"], returns: "i32" },
   aenv_nf_open: { args: [], returns: "i32" },
@@ -33,6 +35,12 @@ export interface NetSlotParameters {
   readonly hostMacLow: number;
   readonly peerMacLow: number;
   readonly tapOwner: number;
+}
+
+/** Bytes a second (0: no limit), and bytes at once on top of a second's worth. */
+export interface NetRate {
+  readonly bytesPerSec: number;
+  readonly burstBytes: number;
 }
 
 function cString(text: string): Buffer {
@@ -100,6 +108,26 @@ export async function netSlotDestroy(netnsPath: string, hostDevice: string, grou
   const what = `remove network slot ${hostDevice}`;
   const fd = check(shim.aenv_net_slot_destroy(cString(netnsPath), cString(hostDevice), group), what);
   await report(fd, what);
+}
+
+/** Limits what a slot's guest receives and sends from now on, in place of earlier limits. Does not block. */
+export async function netSlotRates(
+  netnsPath: string,
+  hostDevice: string,
+  receive: NetRate,
+  send: NetRate,
+): Promise<void> {
+  const packed = new BigUint64Array(
+    [receive.bytesPerSec, receive.burstBytes, send.bytesPerSec, send.burstBytes].map(BigInt),
+  );
+  const what = `limit network slot ${hostDevice}`;
+  await report(check(shim.aenv_net_slot_rates(cString(netnsPath), cString(hostDevice), packed), what), what);
+}
+
+/** Makes a slot's tap that of another user; `os_ebusy` while a process is attached to it. Does not block. */
+export async function netTapOwner(netnsPath: string, uid: number): Promise<void> {
+  const what = `give the tap of ${netnsPath} to user ${uid}`;
+  await report(check(shim.aenv_net_tap_owner(cString(netnsPath), uid), what), what);
 }
 
 /** Applies an nf_tables batch, all of it or none, in the namespace at `netnsPath`. Does not block. */

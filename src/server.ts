@@ -193,6 +193,7 @@ async function startNode(config: NodeConfig, log: Logger) {
               },
             }
           : {}),
+        ...(config.machine.networkRateLimit.enabled ? { rates: config.machine.networkRateLimit } : {}),
       },
       log.child({ room: "network" }),
     ),

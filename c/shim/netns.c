@@ -9,6 +9,7 @@
 #include <linux/if_tun.h>
 #include <linux/neighbour.h>
 #include <linux/netlink.h>
+#include <linux/pkt_sched.h>
 #include <linux/rtnetlink.h>
 #include <linux/veth.h>
 #include <net/if.h>
@@ -34,12 +35,13 @@
 /* How long to wait for one answer of the kernel; the rtnl lock may be held for a while under load. */
 #define ANSWER_TIMEOUT_SECONDS 20
 
-enum job_kind { JOB_CREATE, JOB_DESTROY, JOB_RULES, JOB_FORGET };
+enum job_kind { JOB_CREATE, JOB_DESTROY, JOB_RULES, JOB_FORGET, JOB_RATES, JOB_OWNER };
 
 struct job {
   enum job_kind kind;
   int report_fd;
   struct aenv_net_slot slot;
+  struct aenv_net_rates rates;
   char ns_path[JOB_PATH_MAX];
   char host_if[IFNAMSIZ];
   bool pair_made;
@@ -243,10 +245,11 @@ static int add_neighbour(int fd, uint32_t index, uint32_t address, uint32_t mac_
   return netlink_ask(fd, &request);
 }
 
-static int add_tap(uint32_t owner) {
+/* Makes the tap, or with `flags` 0 attaches to the one there is. */
+static int own_tap(short flags, uint32_t owner) {
   int fd = open("/dev/net/tun", O_RDWR | O_CLOEXEC);
   if (fd < 0) return -errno;
-  struct ifreq request = {.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | IFF_TUN_EXCL};
+  struct ifreq request = {.ifr_flags = (short)(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | flags)};
   memcpy(request.ifr_name, TAP_IF, sizeof TAP_IF);
   int result = 0;
   if (ioctl(fd, TUNSETIFF, &request) < 0) result = -errno;
@@ -256,6 +259,36 @@ static int add_tap(uint32_t owner) {
   if (result == 0 && ioctl(fd, TUNSETPERSIST, 1) < 0) result = -errno;
   close(fd);
   return result;
+}
+
+static uint64_t at_least(uint64_t value, uint64_t least) { return value < least ? least : value; }
+static uint64_t at_most(uint64_t value, uint64_t most) { return value > most ? most : value; }
+
+/* A rate of 0 takes the limit away, if there is one. */
+static int limit_rate(int fd, uint32_t index, uint64_t rate, uint64_t burst) {
+  struct request request;
+  uint16_t flags = rate == 0 ? 0 : NLM_F_CREATE | NLM_F_REPLACE;
+  struct tcmsg *body = request_start(&request, rate == 0 ? RTM_DELQDISC : RTM_NEWQDISC, flags, sizeof *body);
+  body->tcm_family = AF_UNSPEC;
+  body->tcm_ifindex = (int)index;
+  body->tcm_parent = TC_H_ROOT;
+  if (rate == 0) {
+    int result = netlink_ask(fd, &request);
+    /* There is only the device's own, which cannot be deleted. */
+    return result == -ENOENT ? 0 : result;
+  }
+  attribute_text(&request, TCA_KIND, "tbf");
+  struct rtattr *options = attribute(&request, TCA_OPTIONS, NULL, 0);
+  struct tc_tbf_qopt limits = {
+      .rate = {.linklayer = TC_LINKLAYER_ETHERNET, .rate = (uint32_t)at_most(rate, UINT32_MAX)},
+      .limit = (uint32_t)at_most(at_least(rate / 5, 128 << 10), 16 << 20),
+  };
+  uint64_t bucket = burst > UINT64_MAX - rate ? UINT64_MAX : rate + burst;
+  attribute(&request, TCA_TBF_PARMS, &limits, sizeof limits);
+  attribute_u32(&request, TCA_TBF_BURST, (uint32_t)at_most(at_least(bucket, 64 << 10), UINT32_MAX));
+  if (rate > UINT32_MAX) attribute(&request, TCA_TBF_RATE64, &rate, sizeof rate);
+  attribute_end(&request, options);
+  return netlink_ask(fd, &request);
 }
 
 /* /proc/sys/net shows the namespace of the thread that opens it. */
@@ -330,7 +363,7 @@ static int configure_inside(struct job *job, int fd, int host_ns, struct aenv_ne
   STEP("turn forwarding on", sysctl_write("/proc/sys/net/ipv4/ip_forward", "1", false));
   STEP("make the veth pair", add_pair(fd, job, host_ns));
   job->pair_made = true;
-  STEP("make the tap", add_tap(slot->tap_owner));
+  STEP("make the tap", own_tap(IFF_TUN_EXCL, slot->tap_owner));
   uint32_t lo = if_nametoindex("lo"), peer = if_nametoindex(PEER_IF), tap = if_nametoindex(TAP_IF);
   if (lo == 0 || peer == 0 || tap == 0) STEP("find the new devices", -ENODEV);
   STEP("set the tap's MAC address", link_set_mac(fd, tap, slot->gateway_mac_low));
@@ -414,15 +447,44 @@ static int destroy(const struct job *job, struct aenv_net_report *report) {
   return 0;
 }
 
+static int enter(const struct job *job, struct aenv_net_report *report) {
+  int ns = open(job->ns_path, O_RDONLY | O_CLOEXEC);
+  STEP("open the namespace", ns < 0 ? -errno : 0);
+  int entered = setns(ns, CLONE_NEWNET) < 0 ? -errno : 0;
+  close(ns);
+  STEP("enter the namespace", entered);
+  return 0;
+}
+
 static int change_rules(struct job *job, struct aenv_net_report *report) {
-  if (job->ns_path[0] != '\0') {
-    int ns = open(job->ns_path, O_RDONLY | O_CLOEXEC);
-    STEP("open the namespace", ns < 0 ? -errno : 0);
-    int entered = setns(ns, CLONE_NEWNET) < 0 ? -errno : 0;
-    close(ns);
-    STEP("enter the namespace", entered);
-  }
-  return install_rules(job, report);
+  int result = job->ns_path[0] == '\0' ? 0 : enter(job, report);
+  return result < 0 ? result : install_rules(job, report);
+}
+
+/* What one end of the pair sends, in the namespace where this is. */
+static int limit_end(const char *name, uint64_t rate, uint64_t burst, struct aenv_net_report *report) {
+  uint32_t index = if_nametoindex(name);
+  if (index == 0) STEP("find an end of the veth pair", -ENODEV);
+  int fd = netlink_open();
+  STEP("open a netlink socket", fd < 0 ? fd : 0);
+  int result = limit_rate(fd, index, rate, burst);
+  close(fd);
+  STEP("limit the rate of the veth pair", result);
+  return 0;
+}
+
+static int change_rates(const struct job *job, struct aenv_net_report *report) {
+  const struct aenv_net_rates *rates = &job->rates;
+  int result = limit_end(job->host_if, rates->receive, rates->receive_burst, report);
+  if (result == 0) result = enter(job, report);
+  return result < 0 ? result : limit_end(PEER_IF, rates->send, rates->send_burst, report);
+}
+
+static int change_owner(const struct job *job, struct aenv_net_report *report) {
+  int result = enter(job, report);
+  if (result < 0) return result;
+  STEP("give the tap another owner", own_tap(0, job->slot.tap_owner));
+  return 0;
 }
 
 static int forget_flows(const struct job *job, struct aenv_net_report *report) {
@@ -437,6 +499,8 @@ static int work(struct job *job, struct aenv_net_report *report) {
     case JOB_DESTROY: return destroy(job, report);
     case JOB_RULES: return change_rules(job, report);
     case JOB_FORGET: return forget_flows(job, report);
+    case JOB_RATES: return change_rates(job, report);
+    case JOB_OWNER: return change_owner(job, report);
   }
   return -EINVAL;
 }
@@ -524,6 +588,22 @@ EXPORT int aenv_net_rules(const char *ns_path, int fd, const void *batch, uint32
   struct job *job = new_job(JOB_RULES, batch, batch_bytes);
   if (job == NULL) return -ENOMEM;
   if (ns_path[0] == '\0') job->socket = fd;
+  return start(job, ns_path, "");
+}
+
+EXPORT int aenv_net_slot_rates(const char *ns_path, const char *host_if, const struct aenv_net_rates *rates) {
+  if (ns_path[0] == '\0' || host_if[0] == '\0') return -EINVAL;
+  struct job *job = new_job(JOB_RATES, NULL, 0);
+  if (job == NULL) return -ENOMEM;
+  job->rates = *rates;
+  return start(job, ns_path, host_if);
+}
+
+EXPORT int aenv_net_tap_owner(const char *ns_path, uint32_t owner) {
+  if (ns_path[0] == '\0') return -EINVAL;
+  struct job *job = new_job(JOB_OWNER, NULL, 0);
+  if (job == NULL) return -ENOMEM;
+  job->slot.tap_owner = owner;
   return start(job, ns_path, "");
 }
 

@@ -52,6 +52,27 @@ int aenv_net_slot_create(const char *ns_path, const char *host_if, const struct 
  */
 int aenv_net_slot_destroy(const char *ns_path, const char *host_if, uint32_t group);
 
+/* Bytes a second and bytes at once on top of a second's worth, as seen from the guest. A rate of 0: no limit. */
+struct aenv_net_rates {
+  uint64_t receive;
+  uint64_t receive_burst;
+  uint64_t send;
+  uint64_t send_burst;
+};
+
+/*
+ * Limits what goes through a slot's pair, from the next packet on, in place of what limited it before: a token bucket
+ * (sch_tbf) on each end for what that sends. A bucket has at least 64 KiB; what it has no room for waits, a fifth of a
+ * second's worth (128 KiB to 16 MiB), the rest is dropped. Returns like aenv_net_slot_create.
+ */
+int aenv_net_slot_rates(const char *ns_path, const char *host_if, const struct aenv_net_rates *rates);
+
+/*
+ * Makes the slot's tap that of another user; -EBUSY while a process is attached to it. Returns like
+ * aenv_net_slot_create.
+ */
+int aenv_net_tap_owner(const char *ns_path, uint32_t owner);
+
 /*
  * Applies an nf_tables batch (copied), all of it or none: in the namespace at ns_path, or when that is empty by
  * the socket fd (aenv_nf_open), which must stay open and unused until the report. Returns like

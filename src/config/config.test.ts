@@ -345,6 +345,10 @@ describe("rules", () => {
       "machine.disk_rate_limit.iops_burst",
       "[machine.disk_rate_limit]\nenabled = true\niops_burst = 5\nbandwidth_bytes_per_sec = 1",
     ],
+    [
+      "machine.network_rate_limit.send_burst_bytes",
+      "[machine.network_rate_limit]\nenabled = true\nsend_burst_bytes = 5\nreceive_bytes_per_sec = 1",
+    ],
     ["sandbox.access_token_hash_seed", '[sandbox]\naccess_token_hash_seed = "  "'],
     ["pool.low_watermark", "[pool]\nlow_watermark = 100"],
     ["pool.firecracker.fill_concurrency", "[pool.firecracker]\nfill_concurrency = 0"],

@@ -295,6 +295,13 @@ export const configSchema = z.object({
       iops: rate(),
       iops_burst: rate(),
     }),
+    network_rate_limit: table({
+      enabled: flag(false),
+      receive_bytes_per_sec: rate(),
+      receive_burst_bytes: rate(),
+      send_bytes_per_sec: rate(),
+      send_burst_bytes: rate(),
+    }),
   }),
   envd: table({ version: text("0.6.13"), init_timeout_secs: integer(60, 1), poll_ms: integer(3, 1) }),
   sandbox: table({

@@ -100,19 +100,33 @@ function networkProblems({ network: { internal } }: RawConfig): Problem[] {
   return problems;
 }
 
-function rateProblems({ machine: { disk_rate_limit: limit } }: RawConfig): Problem[] {
-  if (!limit.enabled) return [];
-  const pairs = [
-    ["bandwidth_burst_bytes", "bandwidth_bytes_per_sec"],
-    ["iops_burst", "iops"],
-  ] as const;
+/** A burst comes on top of a rate. */
+function burstProblems(
+  table: string,
+  limit: Readonly<Record<string, unknown>>,
+  pairs: readonly (readonly [burst: string, sustained: string])[],
+): Problem[] {
+  if (limit.enabled !== true) return [];
   return pairs
-    .filter(([burst, sustained]) => limit[burst] > 0 && limit[sustained] === 0)
+    .filter(([burst, sustained]) => Number(limit[burst]) > 0 && Number(limit[sustained]) === 0)
     .map(([burst, sustained]) => ({
-      key: `machine.disk_rate_limit.${burst}`,
+      key: `${table}.${burst}`,
       value: limit[burst],
-      rule: `needs a machine.disk_rate_limit.${sustained} above 0`,
+      rule: `needs a ${table}.${sustained} above 0`,
     }));
+}
+
+function rateProblems({ machine }: RawConfig): Problem[] {
+  return [
+    ...burstProblems("machine.disk_rate_limit", machine.disk_rate_limit, [
+      ["bandwidth_burst_bytes", "bandwidth_bytes_per_sec"],
+      ["iops_burst", "iops"],
+    ]),
+    ...burstProblems("machine.network_rate_limit", machine.network_rate_limit, [
+      ["receive_burst_bytes", "receive_bytes_per_sec"],
+      ["send_burst_bytes", "send_bytes_per_sec"],
+    ]),
+  ];
 }
 
 function poolProblems({ pool }: RawConfig): Problem[] {

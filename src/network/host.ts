@@ -58,6 +58,23 @@ export async function requireHostSupport(): Promise<void> {
   }
 }
 
+/** Error `network_rates_unsupported` where the kernel has no token buckets for network devices. */
+export async function requireRateLimits(): Promise<void> {
+  // In a namespace that is gone with the command.
+  const bucket = ["tbf", "rate", "8mbit", "burst", "64kb", "limit", "64kb"];
+  const { exitCode, stderr } = await tryCommand([
+    ...["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root"],
+    ...bucket,
+  ]);
+  if (exitCode === 0) return;
+  throw new AenvError({
+    code: "network_rates_unsupported",
+    message: `machine.network_rate_limit is set, but network rates cannot be limited here: ${stderr.trim()}`,
+    remediation:
+      "use a kernel with the module sch_tbf (and tc of the package iproute2), or set enabled to false",
+  });
+}
+
 /** Turns IPv4 forwarding on; true when it was off. */
 export async function enableForwarding(): Promise<boolean> {
   if ((await readFile(FORWARD_SWITCH, "utf8")).trim() !== "0") return false;

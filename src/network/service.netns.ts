@@ -8,6 +8,7 @@ import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test
 import { existsSync, mkdtempSync, readdirSync, readlinkSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { netTapOwner } from "../../ffi/netns.ts";
 import { eventually } from "../../tests/support/eventually.ts";
 import { attachGuest, buildTapCable, inside, makeInternet, run } from "../../tests/support/network-rig.ts";
 import { runCommand } from "../lib/command.ts";
@@ -18,6 +19,7 @@ import {
   type KeptSlot,
   type NetworkService,
   type NetworkServiceOptions,
+  type NetworkSlot,
 } from "./index.ts";
 
 if (process.env.AENV_NETNS_SUITE !== "1")
@@ -278,6 +280,31 @@ describe("slots", () => {
     expect(connect(guest.netns, INTERNET, 80)).toBe(HOST_WAN);
   });
 
+  test("a slot given back has its tap under the server's account again, whatever VMM had it", async () => {
+    await using service = await startService([], {
+      ...OPTIONS,
+      pool: { lowWatermark: 0, highWatermark: 1, maintenance: false },
+    });
+    const owner = (slot: NetworkSlot) =>
+      /\buser (\d+|root)\b/.exec(inside(slot.netnsPath, "ip", "-d", "-N", "link", "show", slot.tapName))?.[1];
+    const first = await service.acquire();
+    const own = owner(first);
+    await netTapOwner(first.netnsPath, 1_879_048_192);
+    expect(owner(first)).toBe("1879048192");
+    await first[Symbol.asyncDispose]();
+    {
+      await using second = await service.acquire();
+      expect(second.netnsPath).toBe(first.netnsPath);
+      expect(owner(second)).toBe(own!);
+      // Whoever still is at the tap sees what the next guest sends.
+      await using _guest = await attachGuest(root, second);
+      expect((await failure(netTapOwner(second.netnsPath, 0))).code).toBe("os_ebusy");
+      await second[Symbol.asyncDispose]();
+    }
+    await using third = await service.acquire();
+    expect(third.netnsPath).not.toBe(first.netnsPath);
+  });
+
   test("an index whose device name somebody else has is passed over and left alone", async () => {
     run("ip", "link", "add", "veth-1", "type", "bridge");
     try {
@@ -421,6 +448,89 @@ describe("packets", () => {
     const before = await countSeen(internetServer);
     expect(askUdp(slot.netnsPath, INTERNET, 53, 1)).toBe("no answer");
     expect(internetServer.seen).toHaveLength(before);
+  });
+});
+
+describe("rates", () => {
+  interface Bucket {
+    readonly kind: string;
+    readonly bytes: number;
+    readonly drops: number;
+    readonly options: { readonly rate?: number; readonly burst?: number };
+  }
+  const bucketOf = (netns: string | undefined, device: string): Bucket | undefined => {
+    const show = ["tc", "-s", "-j", "qdisc", "show", "dev", device];
+    const found: Bucket[] = JSON.parse(netns === undefined ? run(...show) : inside(netns, ...show));
+    return found.find(({ kind }) => kind === "tbf");
+  };
+  /** 400 datagrams of 1000 bytes from the host; one socket alone would wait for the queue. */
+  const sendFromHost = async (address: string) => {
+    for (let i = 0; i < 8; i++) {
+      const socket = await Bun.udpSocket({ socket: { error: () => undefined } });
+      for (let n = 0; n < 50; n++) {
+        try {
+          socket.send(new Uint8Array(1000), 9, address);
+        } catch (error) {
+          // Nobody is at the port, says one that got through; one that was dropped says so.
+          if (!/ECONNREFUSED|ENOBUFS/.test(String(error))) throw error;
+        }
+      }
+      socket.close();
+    }
+  };
+  const sendFromGuest = (netns: string, address: string) => {
+    const script =
+      'exec 3<>"/dev/udp/$0/9"; for ((i = 0; i < 400; i++)); do printf %01000d 0 >&3; done 2>/dev/null; true';
+    inside(netns, "bash", "-c", script, address);
+  };
+
+  test("what is received and sent is held to them, and what is over is dropped", async () => {
+    const rates = {
+      receiveBytesPerSec: 500,
+      receiveBurstBytes: 0,
+      sendBytesPerSec: 1000,
+      sendBurstBytes: 1e5,
+    };
+    await using service = await startService([], { ...OPTIONS, rates });
+    await using slot = await service.acquire();
+    await using guest = await attachGuest(root, slot);
+    const received = () => bucketOf(undefined, `veth-${slot.index}`)!;
+    const sent = () => bucketOf(slot.netnsPath, "vpeer")!;
+    expect([received().options.rate, sent().options.rate]).toEqual([500, 1000]);
+    await sendFromHost(slot.hostAddress);
+    sendFromGuest(guest.netns, INTERNET);
+    // A bucket at once, and what these rates let through while this ran; a queue waits.
+    for (const [{ bytes, drops }, bucket] of [
+      [received(), 64 << 10],
+      [sent(), 101_000],
+    ] as const) {
+      expect(bytes).toBeGreaterThan(bucket - 2000);
+      expect(bytes).toBeLessThan(bucket + 20_000);
+      expect(drops).toBeGreaterThan(50);
+    }
+  });
+
+  test("of a slot that is taken over are the new server's", async () => {
+    const rates = {
+      receiveBytesPerSec: 1e6,
+      receiveBurstBytes: 0,
+      sendBytesPerSec: 2 ** 33,
+      sendBurstBytes: 0,
+    };
+    await killed({ ...OPTIONS, rates }, 1);
+    expect(bucketOf(undefined, "veth-1")?.options.rate).toBe(1e6);
+    {
+      await using service = await startService([{ index: 1 }], {
+        ...OPTIONS,
+        rates: { ...rates, sendBytesPerSec: 0 },
+      });
+      const slot = await service.adopt(1);
+      expect(bucketOf(undefined, "veth-1")?.options.rate).toBe(1e6);
+      expect(bucketOf(slot.netnsPath, "vpeer")).toBeUndefined();
+    }
+    await using service = await startService([{ index: 1 }]);
+    await using _slot = await service.adopt(1);
+    expect(bucketOf(undefined, "veth-1")).toBeUndefined();
   });
 });
 

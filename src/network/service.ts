@@ -1,6 +1,13 @@
 import { lstat, mkdir, readdir, readlink, rm, symlink } from "node:fs/promises";
 import { join } from "node:path";
-import { netGroupDevices, netNamespaceRules, netSlotCreate, netSlotDestroy } from "../../ffi/netns.ts";
+import {
+  netGroupDevices,
+  netNamespaceRules,
+  netSlotCreate,
+  netSlotDestroy,
+  netSlotRates,
+  netTapOwner,
+} from "../../ffi/netns.ts";
 import { runCommand } from "../lib/command.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
@@ -30,6 +37,7 @@ import {
   hostDevices,
   ownLocalAddress,
   requireHostSupport,
+  requireRateLimits,
 } from "./host.ts";
 import { adviseOnPools } from "./host-check.ts";
 import { closeHostFirewall, openHostFirewall } from "./host-firewall.ts";
@@ -90,6 +98,10 @@ interface SlotState {
 
 const DEFAULT_COMPILED = compilePolicy(DEFAULT_POLICY);
 
+function ownUser(): number {
+  return process.geteuid?.() ?? 0;
+}
+
 async function removeTable(name: string): Promise<void> {
   await runCommand(["nft", "-f", "-"], { stdin: `table inet ${name}\ndelete table inet ${name}\n` });
 }
@@ -142,6 +154,7 @@ class Service implements NetworkService {
     if (this.#state !== "new") throw new Error(`the network service is ${this.#state}`);
     const kept = new Map(keep.map((slot) => [slot.index, this.#keptPolicy(slot)]));
     await requireHostSupport();
+    if (this.#options.rates !== undefined) await requireRateLimits();
     await using undo = new AsyncDisposableStack();
     for (const cidr of [this.#plan.hostInteraction, this.#plan.veth]) {
       undo.use(await lockPool(formatIpv4(cidr.base)));
@@ -428,7 +441,7 @@ class Service implements NetworkService {
       gatewayMacLow: GATEWAY_MAC_LOW,
       hostMacLow: HOST_MAC_BASE + addresses.index,
       peerMacLow: PEER_MAC_BASE + addresses.index,
-      tapOwner: process.geteuid?.() ?? 0,
+      tapOwner: ownUser(),
     };
     const used = this.#allUsed || this.#used.has(addresses.index);
     await Promise.all([
@@ -437,6 +450,7 @@ class Service implements NetworkService {
       used ? this.#host.flows.forget(addresses.hostAddress) : undefined,
     ]);
     this.#used.add(addresses.index);
+    if (this.#options.rates !== undefined) await this.#limit(addresses, netnsPath);
     const state = this.#newState(addresses, netnsPath);
     undo.defer(() => this.#dropState(state));
     await this.#applyPolicy(state, DEFAULT_COMPILED);
@@ -466,11 +480,22 @@ class Service implements NetworkService {
       await netNamespaceRules(state.netnsPath, this.#namespaceRules(addresses));
       // The server before may have been killed in the midst of a capture.
       await letDeviceGo(state.netnsPath);
+      await this.#limit(addresses, state.netnsPath);
     } catch (error) {
       this.#slots.set(index, "adoptable");
       throw error;
     }
     return this.#slotObject(state);
+  }
+
+  async #limit({ hostDevice }: SlotAddresses, netnsPath: string): Promise<void> {
+    const { rates } = this.#options;
+    await netSlotRates(
+      netnsPath,
+      hostDevice,
+      { bytesPerSec: rates?.receiveBytesPerSec ?? 0, burstBytes: rates?.receiveBurstBytes ?? 0 },
+      { bytesPerSec: rates?.sendBytesPerSec ?? 0, burstBytes: rates?.sendBurstBytes ?? 0 },
+    );
   }
 
   #namespaceRules(addresses: SlotAddresses): Uint8Array {
@@ -597,6 +622,8 @@ class Service implements NetworkService {
   }
 
   async #clean(state: SlotState): Promise<void> {
+    // A VMM's own account may have got the tap; the next VMM may run under another, or the server's.
+    await netTapOwner(state.netnsPath, ownUser());
     this.#egress?.closeGuest(state.addresses.hostAddress);
     await this.#applyPolicy(state, DEFAULT_COMPILED);
     await this.#host.flows.forget(state.addresses.hostAddress);

@@ -72,6 +72,14 @@ export interface KeptSlot {
   readonly policy?: EgressPolicy;
 }
 
+/** What a guest may receive and send: bytes a second (0: no limit), and bytes at once on top of a second's worth. */
+export interface NetworkRates {
+  readonly receiveBytesPerSec: number;
+  readonly receiveBurstBytes: number;
+  readonly sendBytesPerSec: number;
+  readonly sendBurstBytes: number;
+}
+
 export interface NetworkServiceOptions {
   /** Namespaces are kept in `<runtimeDir>/netns`. */
   readonly runtimeDir: string;
@@ -84,6 +92,8 @@ export interface NetworkServiceOptions {
   readonly dnsServer?: string;
   /** What one guest may take of what all share. Default: {@link GUEST_LIMITS}. */
   readonly guestLimits?: Partial<GuestLimits>;
+  /** What each guest may send and receive; slots taken over have it from then on. Absent: no limits. */
+  readonly rates?: NetworkRates;
   /** Of the egress proxy; what is absent is as in PROXY_LIMITS. */
   readonly proxyLimits?: Partial<ProxyLimits>;
   /** Slots kept ready. Absent: each is made when it is asked for and removed when it is given back. */
