@@ -11,7 +11,8 @@ import {
 import { allocateBig, mapLocked } from "../../../ffi/bigmem.ts";
 import { crc32cLanes } from "../../../ffi/codec.ts";
 import { fileSize, pread, pwrite } from "../../../ffi/io.ts";
-import { columnsIn, FLAT_MAPPING_BYTES, type FlatIndex, newColumns } from "./lsmt/flat-index.ts";
+import { isWide } from "../../../ffi/lsmt.ts";
+import { columnsIn, type FlatIndex, mappingBytes, newColumns } from "./lsmt/flat-index.ts";
 import { MAX_MAPPINGS } from "./lsmt/format.ts";
 
 /**
@@ -20,11 +21,11 @@ import { MAX_MAPPINGS } from "./lsmt/format.ts";
  * process. An entry is named by what it was made of (`indexKey`); nothing depends on it being there, so whatever
  * is wrong with a file is a miss, and files are not synced.
  *
- * File `<key>.aidx`: a block of 4096 bytes: "AENVIDX1", u32 version 2, u32 number of layers, f64 number of mappings,
- * four u32 checksums of the body (crc32cLanes), 24 zeros, 32 bytes of key, zeros; body: the arrays of FlatIndex one
- * after the other, offsets (f64), moffsets (f64), lengths (u16), tags (u16). Little-endian, as the arrays lie in
- * memory: a file is checked and then used in place, from the page cache, whatever the number of threads. Files are
- * never written to once they have their name.
+ * File `<key>.aidx`: a block of 4096 bytes: "AENVIDX1", u32 version 3, u32 number of layers, f64 number of mappings,
+ * four u32 checksums of the body (crc32cLanes), u32 1 when sectors are wide, 20 zeros, 32 bytes of key, zeros; body:
+ * the arrays of FlatIndex one after the other, offsets and moffsets (u32, wide: f64), lengths (u16), tags (u16).
+ * Little-endian, as the arrays lie in memory: a file is checked and then used in place, from the page cache, whatever
+ * the number of threads. Files are never written to once they have their name.
  */
 export interface IndexCacheOptions {
   readonly directory: string;
@@ -35,8 +36,9 @@ export interface IndexCacheOptions {
 const MAGIC = Uint8Array.fromHex("41454e5649445831");
 const HEADER_BYTES = 4096;
 const SUMS_OFFSET = 24;
+const WIDE_OFFSET = 40;
 const KEY_OFFSET = 64;
-const VERSION = 2;
+const VERSION = 3;
 const SUFFIX = ".aidx";
 const DEFAULT_LIMIT_BYTES = 512 * 1024 * 1024;
 /** Smaller ones are made again as fast as they are read. */
@@ -82,7 +84,7 @@ export function forgetSharedIndexes(): void {
 
 /** The columns one behind the other. */
 function bodyOf(index: FlatIndex): Uint8Array {
-  const columns = newColumns(index.count);
+  const columns = newColumns(index.count, isWide(index));
   columns.offsets.set(index.offsets);
   columns.moffsets.set(index.moffsets);
   columns.lengths.set(index.lengths);
@@ -103,11 +105,13 @@ function readEntry(fd: number, file: string, key: string, layers: number): FlatI
   if (pread(fd, header, 0, HEADER_BYTES, 0, file) !== HEADER_BYTES) return undefined;
   const view = new DataView(header.buffer);
   const count = view.getFloat64(16, true);
-  const sizeBytes = HEADER_BYTES + count * FLAT_MAPPING_BYTES;
+  const wide = view.getUint32(WIDE_OFFSET, true);
+  const sizeBytes = HEADER_BYTES + count * mappingBytes(wide === 1);
   if (
     !MAGIC.every((value, i) => header[i] === value) ||
     view.getUint32(8, true) !== VERSION ||
     view.getUint32(12, true) !== layers ||
+    wide > 1 ||
     !(Number.isInteger(count) && count >= 0 && count <= MAX_MAPPINGS) ||
     header.subarray(KEY_OFFSET, KEY_OFFSET + 32).toHex() !== key ||
     fileSize(fd, file) !== sizeBytes
@@ -118,7 +122,7 @@ function readEntry(fd: number, file: string, key: string, layers: number): FlatI
   if (content === undefined) return undefined;
   const sums = crc32cLanes(new Uint8Array(content, HEADER_BYTES));
   if (sums.some((sum, i) => sum !== view.getUint32(SUMS_OFFSET + 4 * i, true))) return undefined;
-  return { count, ...columnsIn(content, HEADER_BYTES, count) };
+  return { count, ...columnsIn(content, HEADER_BYTES, count, wide === 1) };
 }
 
 function load(cache: IndexCacheOptions, key: string, layers: number): FlatIndex | undefined {
@@ -153,6 +157,7 @@ function store(cache: IndexCacheOptions, key: string, layers: number, index: Fla
   view.setUint32(12, layers, true);
   view.setFloat64(16, index.count, true);
   for (const [i, sum] of crc32cLanes(body).entries()) view.setUint32(SUMS_OFFSET + 4 * i, sum, true);
+  view.setUint32(WIDE_OFFSET, isWide(index) ? 1 : 0, true);
   header.set(Uint8Array.fromHex(key), KEY_OFFSET);
   const fd = openSync(temporary, "wx", 0o600);
   try {

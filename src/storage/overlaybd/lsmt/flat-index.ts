@@ -1,16 +1,17 @@
 import { allocateBig } from "../../../../ffi/bigmem.ts";
-import { type IndexColumns, mergeColumns } from "../../../../ffi/lsmt.ts";
+import { type IndexColumns, isWide, mergeColumns, type SectorColumn } from "../../../../ffi/lsmt.ts";
 import { MAX_MAPPING_SECTORS, MAX_MAPPINGS } from "./format.ts";
 
 /**
- * A read-only index: sorted mappings without overlap as parallel arrays, 20 bytes each. `tags` holds the
- * number of the layer a mapping points into (0 = bottom), with ZEROED_TAG set for explicit zeros.
+ * A read-only index: sorted mappings without overlap as parallel arrays, 12 bytes each, or 20 where the disk or a
+ * layer goes on behind 2 TiB. `tags` holds the number of the layer a mapping points into (0 = bottom), with ZEROED_TAG
+ * set for explicit zeros.
  */
 export interface FlatIndex {
   readonly count: number;
-  readonly offsets: Float64Array;
+  readonly offsets: SectorColumn;
   readonly lengths: Uint16Array;
-  readonly moffsets: Float64Array;
+  readonly moffsets: SectorColumn;
   readonly tags: Uint16Array;
 }
 
@@ -18,11 +19,14 @@ export const ZEROED_TAG = 0x8000;
 
 export const EMPTY_INDEX: FlatIndex = {
   count: 0,
-  offsets: new Float64Array(0),
+  offsets: new Uint32Array(0),
   lengths: new Uint16Array(0),
-  moffsets: new Float64Array(0),
+  moffsets: new Uint32Array(0),
   tags: new Uint16Array(0),
 };
+
+/** Where 32 bits no longer hold every sector that a mapping covers or points to. */
+const NARROW_END = 2 ** 32;
 
 /** Collects ascending mappings and joins neighbours that continue each other. */
 export class FlatIndexBuilder {
@@ -31,6 +35,8 @@ export class FlatIndexBuilder {
   #lengths: Uint16Array;
   #moffsets: Float64Array;
   #tags: Uint16Array;
+  /** Where the last of all that was added ends. */
+  #end = 0;
 
   constructor(capacity = 64) {
     const size = Math.max(16, capacity);
@@ -43,6 +49,7 @@ export class FlatIndexBuilder {
   /** `length` may exceed one mapping; `offset` must be at or behind the end of what was added before. */
   add(offset: number, length: number, moffset: number, tag: number): void {
     const zeroed = tag >= ZEROED_TAG;
+    this.#end = Math.max(this.#end, offset + length, moffset + length);
     let done = 0;
     const last = this.count - 1;
     if (
@@ -82,11 +89,15 @@ export class FlatIndexBuilder {
   finish(): FlatIndex {
     const n = this.count;
     const exact = n === this.#offsets.length;
+    const sectors = (column: Float64Array): SectorColumn => {
+      if (this.#end <= NARROW_END) return new Uint32Array(column.subarray(0, n));
+      return exact ? column : column.slice(0, n);
+    };
     return {
       count: n,
-      offsets: exact ? this.#offsets : this.#offsets.slice(0, n),
+      offsets: sectors(this.#offsets),
       lengths: exact ? this.#lengths : this.#lengths.slice(0, n),
-      moffsets: exact ? this.#moffsets : this.#moffsets.slice(0, n),
+      moffsets: sectors(this.#moffsets),
       tags: exact ? this.#tags : this.#tags.slice(0, n),
     };
   }
@@ -106,43 +117,39 @@ export function findFlat(index: FlatIndex, sector: number): number {
   return low;
 }
 
-/** Bytes that a mapping takes in memory. */
-export const FLAT_MAPPING_BYTES = 20;
 const BIG_BYTES = 1 << 20;
 
-/** Arrays of `size` entries with undefined content. */
-export function newColumns(size: number): IndexColumns {
-  const bytes = size * FLAT_MAPPING_BYTES;
-  return columnsIn(bytes < BIG_BYTES ? new ArrayBuffer(bytes) : allocateBig(bytes), 0, size);
+/** Bytes that a mapping takes in memory. */
+export function mappingBytes(wide: boolean): number {
+  return wide ? 20 : 12;
+}
+
+/** Arrays of `size` entries with undefined content; `wide`: for sectors from 2^32 on. */
+export function newColumns(size: number, wide: boolean): IndexColumns {
+  const bytes = size * mappingBytes(wide);
+  return columnsIn(bytes < BIG_BYTES ? new ArrayBuffer(bytes) : allocateBig(bytes), 0, size, wide);
 }
 
 /** Arrays of `size` entries one behind the other in a buffer, from a multiple of 8 on. */
-export function columnsIn(buffer: ArrayBuffer, offset: number, size: number): IndexColumns {
+export function columnsIn(buffer: ArrayBuffer, offset: number, size: number, wide: boolean): IndexColumns {
+  const sectors = (at: number) =>
+    wide ? new Float64Array(buffer, offset + 8 * at, size) : new Uint32Array(buffer, offset + 4 * at, size);
+  const rest = offset + 2 * size * (wide ? 8 : 4);
   return {
-    offsets: new Float64Array(buffer, offset, size),
-    moffsets: new Float64Array(buffer, offset + 8 * size, size),
-    lengths: new Uint16Array(buffer, offset + 16 * size, size),
-    tags: new Uint16Array(buffer, offset + 18 * size, size),
+    offsets: sectors(0),
+    moffsets: sectors(size),
+    lengths: new Uint16Array(buffer, rest, size),
+    tags: new Uint16Array(buffer, rest + 2 * size, size),
   };
 }
 
-/** Every top mapping may cut one of the bottom's in two. */
-function mergedBound(topCount: number, bottomCount: number): number {
-  return 2 * topCount + bottomCount;
-}
-
-/**
- * The first `count` entries, in not much more memory than they need. `touched`: entries that were ever written to;
- * what lies behind them in a big block is no memory yet, so such columns are kept as they are instead of copied.
- */
-export function cutColumns(
-  columns: IndexColumns,
-  count: number,
-  touched = columns.offsets.length,
-): FlatIndex {
+/** The first `count` entries, in not much more memory than they need. */
+export function cutColumns(columns: IndexColumns, count: number): FlatIndex {
   const size = columns.offsets.length;
   if (count === size) return { count, ...columns };
-  if (size * FLAT_MAPPING_BYTES >= BIG_BYTES && count >= 0.75 * touched) {
+  const wide = isWide(columns);
+  // Entries of a big block that were never written to are no memory yet.
+  if (count * mappingBytes(wide) >= BIG_BYTES && count >= size / 3) {
     return {
       count,
       offsets: columns.offsets.subarray(0, count),
@@ -151,7 +158,7 @@ export function cutColumns(
       tags: columns.tags.subarray(0, count),
     };
   }
-  const out = newColumns(count);
+  const out = newColumns(count, wide);
   out.offsets.set(columns.offsets.subarray(0, count));
   out.lengths.set(columns.lengths.subarray(0, count));
   out.moffsets.set(columns.moffsets.subarray(0, count));
@@ -163,59 +170,8 @@ export function cutColumns(
 export function mergeFlat(top: FlatIndex, bottom: FlatIndex): FlatIndex {
   if (top.count === 0) return bottom;
   if (bottom.count === 0) return top;
-  const out = newColumns(mergedBound(top.count, bottom.count));
+  // Every top mapping may cut one of the bottom's in two.
+  const out = newColumns(2 * top.count + bottom.count, isWide(top) || isWide(bottom));
   const end = mergeColumns(top, 0, top.count, bottom, 0, bottom.count, out, 0);
-  return cutColumns(out, end, end);
-}
-
-/** The stack's one index: `indexes` bottom to top, each with its own tags already set. */
-export function mergeAll(indexes: readonly FlatIndex[]): FlatIndex {
-  const used = indexes.filter((index) => index.count > 0);
-  if (used.length === 0) return EMPTY_INDEX;
-  if (used.length === 1) return used[0]!;
-  let total = 0;
-  for (const index of used) total += index.count;
-  const columns = newColumns(total);
-  const ends: number[] = [];
-  let end = 0;
-  for (const index of used) {
-    columns.offsets.set(index.offsets, end);
-    columns.lengths.set(index.lengths, end);
-    columns.moffsets.set(index.moffsets, end);
-    columns.tags.set(index.tags, end);
-    end += index.count;
-    ends.push(end);
-  }
-  return mergeInPlace(columns, ends);
-}
-
-/** The same with the indexes one behind the other in `columns`, which are used up; `ends[i]`: where index i ends. */
-export function mergeInPlace(columns: IndexColumns, ends: readonly number[]): FlatIndex {
-  // Neighbours are merged in rounds, from one set of arrays into the other.
-  let from = columns;
-  let rest = ends.filter((end, i) => end > (ends[i - 1] ?? 0));
-  let end = rest.at(-1) ?? 0;
-  let to = newColumns(0);
-  let [fromTouched, toTouched] = [columns.offsets.length, 0];
-  while (rest.length > 1) {
-    // All but the cuts of bottom mappings in two fit into as much as there was; the bound is twice that.
-    if (to.offsets.length < 2 * end) {
-      to = newColumns(2 * end);
-      toTouched = 0;
-    }
-    const merged: number[] = [];
-    let at = 0;
-    for (let i = 0; i < rest.length; i += 2) {
-      const start = i === 0 ? 0 : rest[i - 1]!;
-      const middle = rest[i]!;
-      const stop = i + 1 < rest.length ? rest[i + 1]! : middle;
-      at = mergeColumns(from, middle, stop, from, start, middle, to, at);
-      merged.push(at);
-    }
-    rest = merged;
-    end = at;
-    [from, to] = [to, from];
-    [fromTouched, toTouched] = [Math.max(toTouched, end), fromTouched];
-  }
-  return cutColumns(from, end, fromTouched);
+  return cutColumns(out, end);
 }

@@ -1,7 +1,14 @@
 import { describe, expect, test } from "bun:test";
 import { testRandom } from "../test-support.ts";
 import { ChunkedIndex } from "./chunked-index.ts";
-import { type FlatIndex, FlatIndexBuilder, findFlat, mergeAll, mergeFlat, ZEROED_TAG } from "./flat-index.ts";
+import {
+  EMPTY_INDEX,
+  type FlatIndex,
+  FlatIndexBuilder,
+  findFlat,
+  mergeFlat,
+  ZEROED_TAG,
+} from "./flat-index.ts";
 import {
   encodeInvalidMapping,
   encodeMapping,
@@ -125,6 +132,10 @@ function randomFlat(random: (limit: number) => number, layer: number, size: numb
     at += length + (random(3) === 0 ? 0 : random(20));
   }
   return out.finish();
+}
+
+function mergeAll(indexes: readonly FlatIndex[]): FlatIndex {
+  return indexes.reduce((below, top) => mergeFlat(top, below), EMPTY_INDEX);
 }
 
 describe("merged indexes", () => {

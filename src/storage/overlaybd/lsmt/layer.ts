@@ -1,7 +1,7 @@
-import { type IndexColumns, MappingDecoder } from "../../../../ffi/lsmt.ts";
+import { IndexMerger, isWide } from "../../../../ffi/lsmt.ts";
 import { invalidLayer } from "../errors.ts";
 import { type ReadSource, readUpTo } from "../source.ts";
-import { cutColumns, type FlatIndex, mergeInPlace, newColumns } from "./flat-index.ts";
+import { cutColumns, EMPTY_INDEX, type FlatIndex, newColumns } from "./flat-index.ts";
 import {
   BLOCK_BYTES,
   BLOCK_SECTORS,
@@ -20,8 +20,10 @@ import {
   SECTOR_BYTES,
 } from "./format.ts";
 
-/** Mappings decoded per read of an index: bounds the buffer. */
+/** Mappings read at once of all indexes that are merged: bounds the buffers. */
 const READ_MAPPINGS = 1 << 16;
+/** But so many of each at least. */
+const LEAST_READ_MAPPINGS = 1 << 10;
 
 export interface LayerBlocks {
   readonly header: LsmtBlock;
@@ -84,87 +86,111 @@ export function readLayerIndex(
   layer: number,
   options: IndexOptions = { padding: "skipped" },
 ): FlatIndex {
-  return readIndexes([{ source, trailer, layer }], options).finish();
+  return readIndexes([{ source, trailer }], layer, options, READ_MAPPINGS);
 }
 
-/** The merged index of layers, bottom to top, each tagged with its position. */
+/**
+ * The merged index of layers, bottom to top, each tagged with its position. `atOnce`: mappings read of one layer at
+ * once; for tests.
+ */
 export function readMergedIndex(
   layers: readonly { readonly source: ReadSource; readonly trailer: LsmtBlock }[],
+  atOnce = Math.max(LEAST_READ_MAPPINGS, Math.floor(READ_MAPPINGS / layers.length)),
 ): FlatIndex {
-  const { columns, ends } = readIndexes(layers.map((layer, number) => ({ ...layer, layer: number })));
-  return mergeInPlace(columns, ends);
+  return readIndexes(layers, 0, { padding: "skipped" }, atOnce);
 }
 
-/** Indexes one behind the other. */
+/** The same with tags from `firstTag` on. */
 function readIndexes(
-  layers: readonly { readonly source: ReadSource; readonly trailer: LsmtBlock; readonly layer: number }[],
-  options: IndexOptions = { padding: "skipped" },
-): { columns: IndexColumns; ends: number[]; finish: () => FlatIndex } {
+  layers: readonly { readonly source: ReadSource; readonly trailer: LsmtBlock }[],
+  firstTag: number,
+  options: IndexOptions,
+  atOnce: number,
+): FlatIndex {
   let total = 0;
   let most = 0;
   for (const { trailer } of layers) {
     total += trailer.indexSize;
-    most = Math.max(most, Math.min(trailer.indexSize, READ_MAPPINGS));
+    most = Math.max(most, trailer.indexSize);
   }
-  const columns = newColumns(total);
-  const decoder = new MappingDecoder(columns);
-  const bytes = new Uint8Array(new ArrayBuffer(most * MAPPING_BYTES));
-  const ends: number[] = [];
-  for (const { source, trailer, layer } of layers) {
+  if (total === 0) return EMPTY_INDEX;
+  const entries = Math.min(most, atOnce);
+  using merger = new IndexMerger({
+    layers: layers.length,
+    firstTag,
+    entries,
+    // As many as there are mostly suffice, and are memory that is used.
+    out: newColumns(total, false),
+  });
+  const done = layers.map(() => 0);
+  const feed = (number: number) => {
+    const { source, trailer } = layers[number]!;
     const { indexOffsetBytes, indexSize } = trailer;
-    const dataEnd = indexOffsetBytes / SECTOR_BYTES;
-    decoder.begin();
-    for (let done = 0; done < indexSize; ) {
-      const batch = Math.min(indexSize - done, READ_MAPPINGS);
-      source.read(indexOffsetBytes + done * MAPPING_BYTES, bytes, 0, batch * MAPPING_BYTES);
-      const previousEnd = decoder.end;
-      if (!decoder.add(bytes, batch, { dataEnd, layer, refusePadding: options.padding === "refused" })) {
-        refuseMappings(source.name, trailer, bytes, { first: done, count: batch, previousEnd }, options);
-      }
-      done += batch;
-    }
-    ends.push(decoder.count);
+    const first = done[number]!;
+    const count = Math.min(indexSize - first, entries);
+    const bytes = merger.bufferOf(number).subarray(0, count * MAPPING_BYTES);
+    const at = indexOffsetBytes + first * MAPPING_BYTES;
+    if (count > 0) source.read(at, bytes, 0, bytes.byteLength);
+    done[number] = first + count;
+    const fed = merger.feed(number, count, {
+      dataEnd: indexOffsetBytes / SECTOR_BYTES,
+      refusePadding: options.padding === "refused",
+      last: first + count === indexSize,
+    });
+    if (!fed) refuseMappings(source, trailer, first + count, options);
+  };
+  for (;;) {
+    const wanted = merger.run();
+    if (wanted === "done") return cutColumns(merger.columns, merger.count);
+    // Cutting mappings in two makes twice as many at most.
+    if (wanted === "full") merger.moveTo(newColumns(2 * total, isWide(merger.columns)));
+    else if (wanted === "too narrow") merger.moveTo(newColumns(merger.columns.offsets.length, true));
+    else feed(wanted);
   }
-  return { columns, ends, finish: () => cutColumns(columns, decoder.count) };
 }
 
-/** Says what is wrong with mappings that the decoder refused. */
+/** Says what is wrong with the first `count` mappings of an index, one of which was refused. */
 function refuseMappings(
-  name: string,
+  source: ReadSource,
   { indexOffsetBytes }: LsmtBlock,
-  bytes: Uint8Array,
-  batch: { readonly first: number; readonly count: number; readonly previousEnd: number },
+  count: number,
   options: IndexOptions,
 ): never {
-  const words = new Uint32Array(bytes.buffer, bytes.byteOffset, batch.count * 4);
+  const { name } = source;
   const dataEnd = indexOffsetBytes / SECTOR_BYTES;
-  let { previousEnd } = batch;
-  for (let i = 0; i < batch.count; i++) {
-    const at = i * 4;
-    const where = indexOffsetBytes + (batch.first + i) * MAPPING_BYTES;
-    if (mappingIsPadding(words, at)) {
-      if (options.padding === "skipped") continue;
-      throw invalidLayer(name, where, "a mapping is missing");
+  const bytes = new Uint8Array(new ArrayBuffer(Math.min(count, READ_MAPPINGS) * MAPPING_BYTES));
+  const words = new Uint32Array(bytes.buffer);
+  let previousEnd = 0;
+  for (let done = 0; done < count; done += READ_MAPPINGS) {
+    const batch = Math.min(count - done, READ_MAPPINGS);
+    source.read(indexOffsetBytes + done * MAPPING_BYTES, bytes, 0, batch * MAPPING_BYTES);
+    for (let i = 0; i < batch; i++) {
+      const at = i * 4;
+      const where = indexOffsetBytes + (done + i) * MAPPING_BYTES;
+      if (mappingIsPadding(words, at)) {
+        if (options.padding === "skipped") continue;
+        throw invalidLayer(name, where, "a mapping is missing");
+      }
+      const offset = mappingOffset(words, at);
+      const length = mappingLength(words, at);
+      const moffset = mappingTarget(words, at);
+      const sectors = mappingZeroed(words, at) ? 0 : length;
+      if (offset < previousEnd) {
+        throw invalidLayer(
+          name,
+          where,
+          `mapping of sector ${offset} is out of order or overlaps (previous ends at ${previousEnd})`,
+        );
+      }
+      if (moffset < BLOCK_SECTORS || moffset + sectors > dataEnd) {
+        throw invalidLayer(
+          name,
+          where,
+          `mapping of sector ${offset} points to sectors ${moffset}+${sectors}, data is ${BLOCK_SECTORS}..${dataEnd}`,
+        );
+      }
+      previousEnd = offset + length;
     }
-    const offset = mappingOffset(words, at);
-    const length = mappingLength(words, at);
-    const moffset = mappingTarget(words, at);
-    const sectors = mappingZeroed(words, at) ? 0 : length;
-    if (offset < previousEnd) {
-      throw invalidLayer(
-        name,
-        where,
-        `mapping of sector ${offset} is out of order or overlaps (previous ends at ${previousEnd})`,
-      );
-    }
-    if (moffset < BLOCK_SECTORS || moffset + sectors > dataEnd) {
-      throw invalidLayer(
-        name,
-        where,
-        `mapping of sector ${offset} points to sectors ${moffset}+${sectors}, data is ${BLOCK_SECTORS}..${dataEnd}`,
-      );
-    }
-    previousEnd = offset + length;
   }
   throw new Error(`internal error, please report: ${name}: an index was refused without a reason`);
 }
