@@ -359,6 +359,13 @@ async function startNode(config: NodeConfig, log: Logger) {
     }),
   );
 
+  const figures = vmm.figures?.bind(vmm);
+  if (figures !== undefined) {
+    const help = "What Firecracker's processes have counted, by its own names.";
+    observer.counters("agentenv_firecracker_total", help, ["group", "name"], () =>
+      figures().map(({ group, name, total }) => ({ labels: { group, name }, total })),
+    );
+  }
   observer.start(orchestrator);
   // Sandboxes outlive the server: what one before this left running is taken over, slot by slot.
   const networkStarted = network.start(await sandboxes.survivors());

@@ -198,6 +198,10 @@ describe("a sandbox with a real agent", () => {
     await using observer = observe();
     observer.start(sandboxes);
     observer.gauge("agentenv_proxy_connections", "Open.", () => 7);
+    let faults = 2;
+    observer.counters("agentenv_firecracker_total", "Counts.", ["group", "name"], () => [
+      { labels: { group: "seccomp", name: "num_faults" }, total: faults++ },
+    ]);
     observer.onEvent({ kind: "creating", sandboxId: id, atMs: 1 });
     observer.onEvent({
       kind: "created",
@@ -220,9 +224,11 @@ describe("a sandbox with a real agent", () => {
       "agentenv_overlaybd_data_bytes 4096",
       "agentenv_block_devices 3",
       "agentenv_proxy_connections 7",
+      'agentenv_firecracker_total{group="seccomp",name="num_faults"} 2',
     ]) {
       expect(text).toContain(`${line}\n`);
     }
+    expect(await observer.render()).toContain(`name="num_faults"} 3\n`);
     for (const line of text.trim().split("\n")) {
       expect(line).toMatch(/^(# (HELP|TYPE) \w+ .+|\w+(\{[^}]*\})? -?[\d.e+]+)$/);
     }

@@ -8,7 +8,7 @@ import { readAgentMetrics } from "./agent-metrics.ts";
 import { MetricHistory } from "./history.ts";
 import { Journal } from "./journal.ts";
 import { CpuMeter, cpuCount, disks, machineInfo, memory } from "./node.ts";
-import { Counter, Gauge, Histogram } from "./registry.ts";
+import { Counter, Gauge, Histogram, type Labels } from "./registry.ts";
 import type {
   NodeSnapshot,
   Observer,
@@ -59,6 +59,18 @@ export interface NodeObserver extends Observer, AsyncDisposable {
   start(orchestrator: ObservedSandboxes): void;
   /** Adds a gauge that is read when metrics are asked for. */
   gauge(name: string, help: string, read: () => number): void;
+  /** Adds counters of something that counts by itself, read when metrics are asked for. */
+  counters(
+    name: string,
+    help: string,
+    labels: readonly string[],
+    read: () => readonly CounterReading[],
+  ): void;
+}
+
+export interface CounterReading {
+  readonly labels: Labels;
+  readonly total: number;
 }
 
 export type ObservedSandboxes = Pick<Orchestrator, "list" | "get" | "route" | "accessToken">;
@@ -104,6 +116,7 @@ class ServerObserver implements NodeObserver {
   readonly #running = new Set<Promise<void>>();
   readonly #firstLooks = new Set<ReturnType<typeof setTimeout>>();
   readonly #cpu = new CpuMeter();
+  readonly #counters: { readonly counter: Counter; readonly read: () => readonly CounterReading[] }[] = [];
   readonly #gauges: { readonly gauge: Gauge; readonly read: () => number }[] = [];
   readonly #machine = machineInfo();
   #sandboxes: ObservedSandboxes | undefined;
@@ -234,6 +247,15 @@ class ServerObserver implements NodeObserver {
 
   gauge(name: string, help: string, read: () => number): void {
     this.#gauges.push({ gauge: new Gauge(name, help), read });
+  }
+
+  counters(
+    name: string,
+    help: string,
+    labels: readonly string[],
+    read: () => readonly CounterReading[],
+  ): void {
+    this.#counters.push({ counter: new Counter(name, help, labels), read });
   }
 
   // ---- looking at sandboxes ---------------------------------------------------------------------
@@ -433,6 +455,8 @@ class ServerObserver implements NodeObserver {
     this.#process.rss.set({}, process.memoryUsage.rss());
     this.#process.fds.set({}, readdirSync("/proc/self/fd").length);
     for (const { gauge, read } of this.#gauges) gauge.set({}, read());
+    for (const { counter, read } of this.#counters)
+      for (const { labels, total } of read()) counter.set(labels, total);
     return [
       ...Object.values(this.#process),
       this.#requests,
@@ -446,6 +470,7 @@ class ServerObserver implements NodeObserver {
       this.#upper,
       this.#devices,
       ...this.#gauges.map((entry) => entry.gauge),
+      ...this.#counters.map((entry) => entry.counter),
     ]
       .map((family) => family.render())
       .join("");

@@ -65,6 +65,12 @@ export class Counter extends Family<number> {
     this.series.set(key, value + amount);
   }
 
+  /** Of something that counts by itself. */
+  set(labels: Labels, total: number): void {
+    const { key } = this.at(labels, () => 0);
+    this.series.set(key, total);
+  }
+
   protected samples(key: string, value: number): string {
     return sample(this.name, key, value);
   }

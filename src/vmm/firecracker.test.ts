@@ -26,6 +26,7 @@ import { staticTemplate } from "./firecracker/cpu-template.ts";
 import { checkMode } from "./firecracker/driver.ts";
 import { accountWarning, holdDirectory, readShared } from "./firecracker/jail.ts";
 import { guestRegions } from "./firecracker/memory.ts";
+import { FigureLines, Figures } from "./firecracker/metrics.ts";
 import { type HostFacts, hostFacts, parseFirecrackerVersion } from "./firecracker/version.ts";
 import {
   createFirecrackerDriver,
@@ -662,6 +663,32 @@ describe("a VM", () => {
     expect(groups()).toEqual([]);
   });
 
+  test("is swept with its control group, though that empties a moment later", async () => {
+    const parent = `aenv-fc-late-${process.pid}`;
+    try {
+      Groups.open(parent).close();
+    } catch (error) {
+      console.log(`left out: no control groups can be made here (${error})`);
+      return;
+    }
+    await using first = createFirecrackerDriver({ ...optionsFor("1.13.1"), cgroup: parent });
+    const vm = await first.launch(specFor("late"));
+    const name = vm.reference.jailDir!.split("/").at(-1)!;
+    const groups = () =>
+      readdirSync("/sys/fs/cgroup", { recursive: true, withFileTypes: true })
+        .filter((entry) => entry.isDirectory() && entry.name === name)
+        .map((entry) => join(entry.parentPath, entry.name, "cgroup.procs"));
+    const late = Bun.spawn(["sleep", "1"]);
+    expect(groups()).not.toEqual([]);
+    for (const path of groups()) writeFileSync(path, String(late.pid));
+    await using second = createFirecrackerDriver({ ...optionsFor("1.13.1"), cgroup: parent });
+    expect(await second.sweep!()).toBe(1);
+    expect(late.exitCode).toBe(0);
+    expect(groups()).toEqual([]);
+    await vm.exited;
+    await until(() => jailsLeft().length === 0);
+  });
+
   test("that writes without end to its console goes on, and fills no disk", async () => {
     const spec = specFor("noisy", { kernelArgs: ["fake.flood=40"] });
     await using vm = await driverFor().launch(spec);
@@ -672,6 +699,56 @@ describe("a VM", () => {
     expect(size(spec.consoleLogPath)).toBeLessThanOrEqual(16 * MiB);
     expect(size(`${spec.consoleLogPath}.1`)).toBeLessThanOrEqual(16 * MiB);
     expect(size(`${spec.consoleLogPath}.1`)).toBeGreaterThan(8 * MiB);
+  });
+
+  test("has what its process counts added up, through a restart of the server", async () => {
+    const spec = specFor("counted");
+    const before = driverFor();
+    const driver = driverFor();
+    const figures = (of: typeof driver) =>
+      Object.fromEntries((of.figures?.() ?? []).map(({ group, name, total }) => [`${group}.${name}`, total]));
+    await using vm = await before.launch(spec);
+    const flush = async () => {
+      const api = new FirecrackerApi(vm.reference.controlSocketPath, "counted");
+      await api.call("PUT", "/actions", { action_type: "FlushMetrics" });
+    };
+    await flush();
+    await until(() => figures(before)["block.read_bytes"] === 4096);
+    await flush();
+    // Neither devices one by one, nor times.
+    await until(() => figures(before)["block.read_bytes"] === 8192);
+    expect(figures(before)).toEqual({
+      "block.read_bytes": 8192,
+      "block.read_count": 2,
+      "seccomp.num_faults": 2,
+    });
+    const again = await driver.adopt(JSON.parse(JSON.stringify(vm.reference)));
+    await again?.kill();
+    // Told once more when it is ended; one of the two servers reads it.
+    expect((figures(before)["block.read_count"] ?? 0) + (figures(driver)["block.read_count"] ?? 0)).toBe(3);
+    expect(jailsLeft()).toEqual([]);
+  });
+
+  test("counts what is no such line, too long or not its own as nothing", () => {
+    const all = new Figures();
+    using lines = new FigureLines(all);
+    const say = (text: string) => lines.append(Buffer.from(text));
+    say('{"block":{"read_bytes":1,"write_by');
+    say(
+      'tes":2}}\n{"block":{"read_bytes"\nnull\n[1]\n"net"\n{"net":[1],"vcpu":null,"__proto__":{"block":{"x":1}}}\n',
+    );
+    say(
+      '{"block":{"read_bytes":-1,"write_bytes":1.5,"flush_count":"7","Bad Name":1,"read_count":1e300},"other":{"a":1}}\n',
+    );
+    for (let i = 0; i < 40; i++) say("x".repeat(10_000));
+    say('"}\n{"block":{"read_bytes":1}}\n');
+    expect(all.toJSON()).toEqual({ "block.read_bytes": 2, "block.write_bytes": 2 });
+    say(
+      `{"net":{${Array.from({ length: 2000 }, (_, i) => `"n${i}":1`).join()}}}\n{"block":{"read_bytes":1}}\n`,
+    );
+    expect(all.list()).toHaveLength(500);
+    expect(all.list()[0]).toEqual({ group: "block", name: "read_bytes", total: 3 });
+    expect(JSON.parse(JSON.stringify(lines.own))).toEqual(JSON.parse(JSON.stringify(all)));
   });
 
   test("has its logs kept where that is asked for", async () => {

@@ -111,6 +111,13 @@ export interface MemoryRegion {
   readonly length: number;
 }
 
+/** What the VMs that a driver had to do with have counted, in the VMM's own words. */
+export interface VmmFigure {
+  readonly group: string;
+  readonly name: string;
+  readonly total: number;
+}
+
 /** Enough to find a VM again after a restart of the server. JSON. */
 export interface VmReference {
   readonly vmId: string;
@@ -164,6 +171,8 @@ export interface VmmDriver {
   adopt(reference: VmReference): Promise<VmHandle | undefined>;
   /** Starts a process for a VM that comes later. Absent: this VMM has none to wait. On error nothing is left. */
   prepare?(network: VmNetwork): Promise<PreparedVm>;
+  /** What its VMs have counted since this process began, ended ones included. Absent: this VMM counts nothing. */
+  figures?(): readonly VmmFigure[];
   /** Ends and removes what an earlier process left behind and nobody adopted; returns how many VMs' worth. */
   sweep?(): Promise<number>;
 }

@@ -28,6 +28,7 @@ import type {
   VmIdentity,
   VmLaunchSpec,
   VmmDriver,
+  VmmFigure,
   VmmProbe,
   VmNetwork,
   VmReference,
@@ -65,7 +66,8 @@ import {
   readShared,
 } from "./jail.ts";
 import { findGuestRegions } from "./memory.ts";
-import { openPipe, Pump, RotatingFile } from "./output.ts";
+import { FigureLines, Figures } from "./metrics.ts";
+import { openPipe, Pump, RotatingFile, type Sink } from "./output.ts";
 import { type FirecrackerVersion, hostFacts, parseFirecrackerVersion } from "./version.ts";
 
 export interface FirecrackerDriverOptions {
@@ -105,6 +107,8 @@ export interface FirecrackerDriverOptions {
 }
 
 const SAVE_TIMEOUT_MS = 60_000;
+/** To write down what it counted, before it is ended. */
+const FLUSH_MS = 200;
 /** A process that runs already answers at once. */
 const ADOPT_MS = 5000;
 /** Metadata and requests with it; Firecracker's own default is 50 KiB. */
@@ -157,6 +161,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
   readonly maxDrives = MAX_DRIVES;
   readonly #options: FirecrackerDriverOptions;
   readonly #jails: Jails;
+  readonly #figures = new Figures();
   readonly #version: () => Promise<FirecrackerVersion>;
   readonly #identity: () => Promise<VmIdentity>;
   readonly #settings: () => MachineSettings;
@@ -295,6 +300,10 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     return new Prepared(jail, network, maxFileBytes);
   }
 
+  figures(): readonly VmmFigure[] {
+    return this.#figures.list();
+  }
+
   async sweep(): Promise<number> {
     return await this.#jails.sweep();
   }
@@ -318,6 +327,7 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     const { capture, socketTimeoutMs, socketPollMs } = this.#options;
     const args = [
       ...["--http-api-max-payload-size", String(PAYLOAD_BYTES), "--mmds-size-limit", String(PAYLOAD_BYTES)],
+      ...["--metrics-path", `${INSIDE}/metrics`],
       ...(capture === undefined
         ? ["--level", "Warning"]
         : ["--level", capture.level, "--log-path", `${INSIDE}/log`, "--show-level", "--show-log-origin"]),
@@ -442,18 +452,20 @@ class FirecrackerDriver implements VmmDriver, AsyncDisposable {
     const file = (path: string, bytes: number) => opened.use(new RotatingFile(path, bytes));
     const pipe = (path: string) => opened.adopt(openPipe(path), closeSync);
     const consoles = [file(consolePath, CONSOLE_BYTES)];
-    const wanted: [number, RotatingFile[]][] = [];
+    const wanted: [number, Sink[]][] = [];
     if (capture !== undefined) {
       const dir = join(capture.dir, vmId);
       mkdirSync(dir, { recursive: true, mode: 0o750 });
       consoles.push(file(join(dir, "console.log"), CONSOLE_BYTES));
       wanted.push([pipe(jail.logPipe), [file(join(dir, "firecracker.log"), LOG_BYTES)]]);
     }
-    wanted.push([pipe(jail.consolePipe), consoles]);
+    const figures = new FigureLines(this.#figures);
+    wanted.push([pipe(jail.consolePipe), consoles], [pipe(jail.metricsPipe), [figures]]);
     // Nothing fails any more: they take over what was opened.
     opened.move();
     const pumps = wanted.map(([fd, files]) => new Pump(fd, files, failed));
     return new Output(pumps, () => {
+      log.debug({ vmId, figures: figures.own }, "what the VM's process counted");
       if (capture === undefined || !existsSync(jail.stderrPath)) return;
       copyFileSync(jail.stderrPath, join(capture.dir, vmId, "stderr.log"));
     });
@@ -628,6 +640,7 @@ class FirecrackerHandle implements VmHandle {
   readonly #jail: Jail | undefined;
   readonly #ended: Promise<unknown>;
   readonly #snapshotType: "Diff" | "Full";
+  readonly #log: Logger;
   #gone = false;
   #killing: Promise<void> | undefined;
   /** Also when an earlier server may have: its capture has no end. */
@@ -643,6 +656,7 @@ class FirecrackerHandle implements VmHandle {
     held = false,
   ) {
     this.#held = held;
+    this.#log = log;
     this.reference = reference;
     this.#snapshotType = snapshotType;
     this.#process = process;
@@ -789,9 +803,19 @@ class FirecrackerHandle implements VmHandle {
   }
 
   async kill(graceMs = 2000): Promise<void> {
-    this.#killing ??= endProcess(this.#process, this.exited, this.#gone ? 0 : graceMs);
+    this.#killing ??= this.#end(graceMs);
     await this.#killing;
     await this.#ended;
+  }
+
+  async #end(graceMs: number): Promise<void> {
+    if (!this.#gone && graceMs > 0 && this.#jail !== undefined) {
+      // One that does not answer, or has not booted, has nothing more to tell.
+      await this.api
+        .call("PUT", "/actions", { action_type: "FlushMetrics" }, FLUSH_MS)
+        .catch((error: unknown) => this.#log.debug({ err: error }, "a VM's last counts are not known"));
+    }
+    await endProcess(this.#process, this.exited, this.#gone ? 0 : graceMs);
   }
 
   async [Symbol.asyncDispose](): Promise<void> {

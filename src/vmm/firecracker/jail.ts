@@ -55,6 +55,7 @@ export const INSIDE = "/run/agentenv-vm";
 export const FILES = "/files";
 const SOCKET = `${INSIDE}/api.sock`;
 const LOG_PIPE = "log";
+const METRICS_PIPE = "metrics";
 const PROGRAM = "/firecracker";
 const PREFIX = "agentenv-fc-";
 const DEVICES = ["/dev/kvm", "/dev/net/tun", "/dev/urandom"];
@@ -127,9 +128,10 @@ export interface Jail extends AsyncDisposable {
   /** The API's socket, as anybody on the host can name it as long as the process runs, and as this server reaches it. */
   readonly socketPath: string;
   readonly apiPath: string;
-  /** Pipes with the console and with Firecracker's log. */
+  /** Pipes with the console, with Firecracker's log and with what it counts. */
   readonly consolePipe: string;
   readonly logPipe: string;
+  readonly metricsPipe: string;
   readonly stderrPath: string;
   readonly gid: number | undefined;
   /** Gives it what it needs for one VM, and the VM's limits. */
@@ -237,8 +239,10 @@ export class Jails {
     closing.defer(() => {
       for (const fd of fds) closeSync(fd);
     });
-    for (const path of [join(dir, "console"), join(sharedDir, LOG_PIPE)]) fds.push(openPipe(path));
-    if (user !== undefined) chownSync(join(sharedDir, LOG_PIPE), user.uid, user.gid);
+    for (const path of [join(dir, "console"), join(sharedDir, LOG_PIPE), join(sharedDir, METRICS_PIPE)])
+      fds.push(openPipe(path));
+    for (const pipe of [LOG_PIPE, METRICS_PIPE])
+      if (user !== undefined) chownSync(join(sharedDir, pipe), user.uid, user.gid);
     const ids = user === undefined ? [] : ["--uid", String(user.uid), "--gid", String(user.gid)];
     const firecracker = ["--api-sock", SOCKET, ...args];
     let command: string[];
@@ -335,7 +339,16 @@ export class Jails {
       }
     }
     for (const name of left) {
-      if (groups?.remove(name) === false) continue;
+      // Threads of a process that has ended may take a moment longer to leave its group.
+      let emptied = groups?.remove(name);
+      for (let i = 0; i < 250 && emptied === false; i++) {
+        await Bun.sleep(20);
+        emptied = groups?.remove(name);
+      }
+      if (emptied === false) {
+        log.error({ jail: name }, "a VMM's control group of an earlier process stays in use");
+        continue;
+      }
       await removeTree(join(workDir, name));
       removed += 1;
     }
@@ -434,6 +447,7 @@ export class Jails {
       apiPath: join(sharedDir, basename(SOCKET)),
       consolePipe: join(dir, "console"),
       logPipe: join(sharedDir, LOG_PIPE),
+      metricsPipe: join(sharedDir, METRICS_PIPE),
       stderrPath: join(dir, "stderr.log"),
       gid: user?.gid,
       equip: async (entries, limits, maxFileBytes) => {

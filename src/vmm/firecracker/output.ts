@@ -25,8 +25,13 @@ const CHUNK_BYTES = 64 << 10;
 /** Of one pipe at a time, so that a guest that never stops writing holds up nobody else. */
 const CHUNKS = 16;
 
+/** Takes what comes through a pipe. */
+export interface Sink extends Disposable {
+  append(bytes: Uint8Array): void;
+}
+
 /** A file of at most `maxBytes`; when it would grow over it, it becomes `PATH.1` and another is begun. */
-export class RotatingFile implements Disposable {
+export class RotatingFile implements Sink {
   readonly #path: string;
   readonly #maxBytes: number;
   #fd: number;
@@ -97,18 +102,18 @@ function runSoon(waitMs: number): void {
   timer.unref();
 }
 
-/** Moves what comes through a pipe into files until it is disposed; then the rest, at most a mebibyte. */
+/** Moves what comes through a pipe into files, or whatever takes it, until it is disposed; then the rest, at most a mebibyte. */
 export class Pump implements Disposable {
   readonly #fd: number;
-  readonly #files: readonly RotatingFile[];
+  readonly #sinks: readonly Sink[];
   readonly #onError: (error: unknown) => void;
   #done = false;
   #failing = false;
 
-  /** Takes the descriptor and the files over. `onError` is told of the first error after something could be kept. */
-  constructor(fd: number, files: readonly RotatingFile[], onError: (error: unknown) => void) {
+  /** Takes the descriptor and the sinks over. `onError` is told of the first error after something could be kept. */
+  constructor(fd: number, sinks: readonly Sink[], onError: (error: unknown) => void) {
     this.#fd = fd;
-    this.#files = files;
+    this.#sinks = sinks;
     this.#onError = onError;
     pumps.add(this);
     if (timer === undefined) runSoon(CALM_MS);
@@ -140,9 +145,9 @@ export class Pump implements Disposable {
     }
     if (count <= 0) return false;
     let failure: unknown;
-    for (const file of this.#files) {
+    for (const sink of this.#sinks) {
       try {
-        file.append(chunk.subarray(0, count));
+        sink.append(chunk.subarray(0, count));
       } catch (error) {
         failure ??= error;
       }
@@ -161,6 +166,6 @@ export class Pump implements Disposable {
     }
     this.run();
     closeSync(this.#fd);
-    for (const file of this.#files) file[Symbol.dispose]();
+    for (const sink of this.#sinks) sink[Symbol.dispose]();
   }
 }
