@@ -1,4 +1,4 @@
-import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
+import { afterAll, beforeAll, test as bunTest, describe, expect, setDefaultTimeout } from "bun:test";
 import { existsSync, readdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import { Sandbox } from "e2b";
@@ -138,8 +138,34 @@ async function flood(server: TestServer): Promise<Disposable> {
   };
 }
 
+/** What there is to see of a failure, before everything is gone with the machine. */
+async function evidence(server: TestServer): Promise<string> {
+  const tail = (text: string, lines: number) => text.split("\n").slice(-lines).join("\n");
+  const consoles = new Bun.Glob("**/console.log").scan({ cwd: server.home, onlyFiles: true });
+  const parts = [`server.log:\n${tail(await server.log(), 30)}`];
+  for await (const path of consoles)
+    parts.push(`${path}:\n${tail(await Bun.file(join(server.home, path)).text(), 25)}`);
+  const mounts = readFileSync("/proc/self/mounts", "utf8").split("\n");
+  parts.push(`mounts:\n${mounts.filter((line) => line.includes(server.runtime)).join("\n")}`);
+  parts.push(`kernel:\n${(await kernelLog()).slice(-15).join("\n")}`);
+  return parts.join("\n\n");
+}
+
 describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml, memoryMiB }) => {
   let server: TestServer;
+  let failed = false;
+  /** They build on one another: after one that failed there is nothing for the others to say. */
+  const test = (name: string, body: () => Promise<void>) =>
+    bunTest(name, async () => {
+      if (failed) throw new Error("one before it failed");
+      try {
+        await body();
+      } catch (error) {
+        failed = true;
+        console.log(`${name}: ${error}\n\n${await evidence(server)}\n`);
+        throw error;
+      }
+    });
   let connection: Awaited<ReturnType<TestServer["connection"]>>;
   let sandbox: Sandbox;
   let firstLine = 0;
@@ -180,7 +206,6 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml, memoryMiB }) =>
       ...["pull", `oci-layout:${layout}:latest`, "--name", "rig", "--cpu", "1"],
       ...["--memory", String(memoryMiB)],
     ]);
-    if (pulled.exitCode !== 0) console.log((await server.log()).slice(-6000));
     expect(pulled.exitCode, pulled.stderr + pulled.stdout).toBe(0);
     took("template from an image, boot included", startedMs);
   });
