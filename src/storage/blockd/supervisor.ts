@@ -5,7 +5,11 @@ import type { Logger } from "../../lib/log.ts";
 import { BlockdConnection, connectBlockd, unavailable } from "./client.ts";
 import type { BlockClient, BlockdSupervisorOptions } from "./protocol.ts";
 
-const START_TIMEOUT_MS = 10_000;
+/** A daemon that lives is given this long: on a host that swaps or is emulated its first answer takes many seconds. */
+const START_TIMEOUT_MS = 60_000;
+const SLOW_START_MS = 5_000;
+/** Calls wait this long for one that is being started again. */
+const CALL_PATIENCE_MS = 10_000;
 const HELLO_TIMEOUT_MS = 5_000;
 const POLL_MS = 20;
 const FIRST_BACKOFF_MS = 100;
@@ -42,14 +46,14 @@ function logTail(logPath: string, fromBytes: number): string {
     const start = Math.max(fromBytes, size - LOG_TAIL_BYTES);
     const tail = Buffer.alloc(Math.max(0, size - start));
     readSync(fd, tail, 0, tail.length, start);
-    return tail.toString("utf8").trim();
+    return tail.toString("utf8").trim() || `nothing is written in ${logPath}`;
   } finally {
     closeSync(fd);
   }
 }
 
 /** Starts a daemon that outlives us and waits until it answers. */
-async function startDaemon(options: BlockdSupervisorOptions): Promise<BlockdConnection> {
+async function startDaemon(options: BlockdSupervisorOptions, log: Logger): Promise<BlockdConnection> {
   const { argv, socketPath, runtimeDir, logPath } = options;
   mkdirSync(dirname(logPath), { recursive: true });
   const logFd = openSync(logPath, "a", 0o600);
@@ -69,7 +73,8 @@ async function startDaemon(options: BlockdSupervisorOptions): Promise<BlockdConn
     closeSync(logFd);
   }
   child.unref();
-  const giveUpAt = performance.now() + START_TIMEOUT_MS;
+  const startedMs = performance.now();
+  let told = false;
   for (;;) {
     // Asked before the attempt: of two daemons started at once one ends, and the other answers.
     const ended = child.exitCode ?? child.signalCode;
@@ -80,7 +85,15 @@ async function startDaemon(options: BlockdSupervisorOptions): Promise<BlockdConn
       if (ended !== null) {
         throw unavailable(socketPath, `ended at once (${ended}): ${logTail(logPath, logStart)}`, error);
       }
-      if (performance.now() > giveUpAt) {
+      const waitedMs = performance.now() - startedMs;
+      if (waitedMs > SLOW_START_MS && !told) {
+        told = true;
+        log.warn(
+          { socketPath, logPath, waitAtMostMs: START_TIMEOUT_MS },
+          "the block daemon takes long to start",
+        );
+      }
+      if (waitedMs > START_TIMEOUT_MS) {
         child.kill("SIGKILL");
         throw unavailable(
           socketPath,
@@ -95,6 +108,7 @@ async function startDaemon(options: BlockdSupervisorOptions): Promise<BlockdConn
 
 async function findOrStart(
   options: BlockdSupervisorOptions,
+  log: Logger,
 ): Promise<{ link: BlockdConnection; started: boolean }> {
   try {
     return { link: await BlockdConnection.open(options.socketPath, HELLO_TIMEOUT_MS), started: false };
@@ -102,7 +116,7 @@ async function findOrStart(
     // One that answers with another version, or hangs, serves running guests: it is not ours to replace.
     if (!(error instanceof AenvError && error.code === "blockd_unavailable")) throw error;
   }
-  return { link: await startDaemon(options), started: true };
+  return { link: await startDaemon(options, log), started: true };
 }
 
 /** The client to be, with a shutdown that the supervisor knows to be meant. */
@@ -128,10 +142,10 @@ function futureClient(connected: Promise<BlockClient>, onShutdown: () => void): 
 
 async function findOrStartClient(options: BlockdSupervisorOptions, log: Logger) {
   const { socketPath } = options;
-  const { link, started } = await findOrStart(options);
+  const { link, started } = await findOrStart(options, log);
   log.info({ socketPath, started }, started ? "block daemon started" : "block daemon found");
   try {
-    return { link, client: await connectBlockd(socketPath, { connectPatienceMs: START_TIMEOUT_MS }) };
+    return { link, client: await connectBlockd(socketPath, { connectPatienceMs: CALL_PATIENCE_MS }) };
   } catch (error) {
     link.close();
     throw error;
@@ -183,7 +197,7 @@ export function startBlockd(options: BlockdSupervisorOptions, log: Logger): Star
         }
         failures++;
         try {
-          const next = await findOrStart(options);
+          const next = await findOrStart(options, log);
           link = next.link;
           if (stopped) link.close();
           log.warn({ socketPath }, "block daemon is back");
