@@ -633,7 +633,10 @@ function vmDied(sandboxId: string, exit: VmExit, consoleTail: string): AenvError
       remediation: "check mountPath against the image of the sandbox and subPath against that of the drive",
     });
   }
-  const how = exit.signal === null ? `exit code ${exit.exitCode}` : `signal ${exit.signal}`;
+  const how =
+    exit.signal === null
+      ? `exit code ${exit.exitCode}${exit.exitCode === 0 ? ", as when its guest shuts down or resets" : ""}`
+      : `signal ${exit.signal}`;
   const said = [exit.stderrTail, consoleTail]
     .map((text) => text.trim())
     .filter((text) => text !== "")
