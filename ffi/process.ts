@@ -6,6 +6,8 @@ import { bindShim } from "./lib.ts";
 const shim = bindShim({
   aenv_pidfd_open: { args: ["i32"], returns: "i32" },
   aenv_pidfd_signal: { args: ["i32", "i32"], returns: "i32" },
+  aenv_exit_events: { args: [], returns: "i32" },
+  aenv_exit_watch: { args: ["i32"], returns: "i32" },
   aenv_mkfifo: { args: ["ptr", "u32"], returns: "i32" },
 });
 
@@ -21,6 +23,16 @@ export function signalPidfd(pidfd: number, signal: "SIGTERM" | "SIGKILL"): boole
   if (result === -constants.errno.ESRCH) return false;
   check(result, `sending ${signal}`);
   return true;
+}
+
+/** The eventfd that becomes readable whenever a process of {@link watchExit} has ended; do not close it. */
+export function exitEvents(): number {
+  return check(shim.aenv_exit_events(), "watching processes");
+}
+
+/** Has {@link exitEvents} tell once when the process behind a pidfd ends; closing the pidfd ends the watch. */
+export function watchExit(pidfd: number): void {
+  check(shim.aenv_exit_watch(pidfd), "watching a process");
 }
 
 /** Makes a named pipe; false when the name is taken. */

@@ -1,11 +1,11 @@
 import { closeSync, openSync, readFileSync, readSync, statSync } from "node:fs";
-import { openPidfd, signalPidfd } from "../../ffi/process.ts";
+import { exitEvents, openPidfd, signalPidfd, watchExit } from "../../ffi/process.ts";
 import { AenvError } from "../lib/errors.ts";
 import type { VmExit } from "./types.ts";
 
 /**
  * One VMM process. It has its own session and is not tied to our life; our own children are watched by
- * the runtime, adopted ones through /proc.
+ * the runtime, adopted ones by a pidfd.
  */
 export interface VmmProcess {
   readonly pid: number;
@@ -13,12 +13,11 @@ export interface VmmProcess {
   readonly exited: Promise<VmExit>;
   /** False when the process is gone. Never signals another process that has the same number. */
   signal(signal: "SIGTERM" | "SIGKILL"): boolean;
-  /** Looks at once whether an adopted process is gone (the control socket closed). */
+  /** Looks whether an adopted process is gone, before that is told (the control socket closed). */
   poke(): void;
 }
 
 const TAIL_BYTES = 4096;
-const POLL_MS = 250;
 
 /** At most the last 4 KiB of a log, whole lines; empty when there is none. */
 export function readTail(path: string, bytes = TAIL_BYTES): string {
@@ -193,18 +192,49 @@ export function spawnDetached(options: {
   };
 }
 
-/** Watches a process that is not our child: every 250 ms, and when poked. Undefined when it is gone. */
+/** Of adopted processes: looks whether it is gone. */
+const looks = new Set<() => void>();
+let exits: { read(): Promise<{ readonly done: boolean }>; cancel(): Promise<void> } | undefined;
+
+/** Has all looked at whenever one of them ends. While there are any, this process does not end by itself. */
+async function lookAtExits(): Promise<void> {
+  if (exits !== undefined) return;
+  const reader = Bun.file(exitEvents()).stream().getReader();
+  exits = reader;
+  while (looks.size > 0 && !(await reader.read()).done) for (const look of [...looks]) look();
+  exits = undefined;
+  await reader.cancel();
+  // Come meanwhile.
+  if (looks.size > 0) await lookAtExits();
+}
+
+/** Watches a process that is not our child. Undefined when it is gone. */
 export function adoptVmm(pid: number, startTimeTicks: string, stderrPath: string): VmmProcess | undefined {
-  if (!processLives(pid, startTimeTicks)) return undefined;
+  const pidfd = openPidfd(pid);
+  if (pidfd === undefined) return undefined;
+  // Only now does the comparison say anything about what is watched.
+  if (!processLives(pid, startTimeTicks)) {
+    closeSync(pidfd);
+    return undefined;
+  }
   const { promise, resolve } = Promise.withResolvers<VmExit>();
   const look = (): void => {
-    if (processLives(pid, startTimeTicks)) return;
-    clearInterval(timer);
+    if (!looks.has(look) || processLives(pid, startTimeTicks)) return;
+    looks.delete(look);
+    closeSync(pidfd);
+    if (looks.size === 0) void exits?.cancel();
     // Only the parent is told the exit status.
     resolve({ exitCode: null, signal: null, stderrTail: readTail(stderrPath) });
   };
-  const timer = setInterval(look, POLL_MS);
-  timer.unref();
+  looks.add(look);
+  try {
+    watchExit(pidfd);
+  } catch (error) {
+    looks.delete(look);
+    closeSync(pidfd);
+    throw error;
+  }
+  void lookAtExits();
   return {
     pid,
     startTimeTicks,
