@@ -7,10 +7,16 @@ const POOL = 192 + Math.floor(Math.random() * 28) * 2;
 const MIB = 1 << 20;
 
 test.skipIf(deps === undefined)(
-  "a disk rate limit holds in a guest, also after a resume",
+  "rate limits of disk and network hold in a guest, also after a resume",
   async () => {
     const rateLimit = { bandwidthBytesPerSec: 2 * MIB, bandwidthBurstBytes: 0, iops: 0, iopsBurst: 0 };
-    const node = await startRealNode({ deps: deps!, pool: POOL, diskRateLimit: rateLimit });
+    const rates = { receiveBytesPerSec: 0, receiveBurstBytes: 0, sendBytesPerSec: MIB, sendBurstBytes: 0 };
+    const node = await startRealNode({
+      deps: deps!,
+      pool: POOL,
+      diskRateLimit: rateLimit,
+      network: { rates },
+    });
     try {
       const { id } = await node.orchestrator.create({
         template: await busyboxTemplate(node),
@@ -33,6 +39,7 @@ test.skipIf(deps === undefined)(
       await node.orchestrator.pause(id);
       await node.orchestrator.resume(id, 600);
       expect(await seconds(write)).toBeGreaterThan((6 - 2) / 2);
+      expect(await seconds(`head -c ${2.5 * MIB} /dev/zero | tr '\\0' x`)).toBeGreaterThan(2.5 - 1);
     } finally {
       await node[Symbol.asyncDispose]();
       for (const dir of [node.home, node.runtimeDir]) rmSync(dir, { recursive: true, force: true });
