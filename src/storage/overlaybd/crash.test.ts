@@ -1,5 +1,5 @@
 import { describe, expect, test } from "bun:test";
-import { existsSync, readdirSync, unlinkSync } from "node:fs";
+import { existsSync, lstatSync, readdirSync, unlinkSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
 import { type Disk, type DiskFile, hostDisk } from "./disk.ts";
 import { createLayerWriter, openStack as openStackOn } from "./index.ts";
@@ -59,12 +59,19 @@ function failing(file: DiskFile): DiskFile {
   };
 }
 
+/** Whether the disk has links for the record of a restack. */
+let notes = true;
+
 const failingDisk: Disk = {
   ...hostDisk,
   open: (file, mode) => failing(hostDisk.open(file, mode)),
   create(file) {
     change("create");
     return failing(hostDisk.create(file));
+  },
+  createNote(file, text) {
+    change("createNote");
+    return notes && hostDisk.createNote(file, text);
   },
   rename(from, to) {
     change("rename");
@@ -144,8 +151,19 @@ function writeMore(stack: LayerStack, model: Uint8Array, salt: number): void {
 describe("a restack that fails at any step", () => {
   for (const mode of ["logStructured", "sparse"] as const) {
     for (const samePath of mode === "sparse" ? [true] : [true, false]) {
-      for (const kind of ["once", "dead"] as const) {
-        test(`${mode}, ${samePath ? "same" : "other"} paths, ${kind === "once" ? "I/O error" : "killed"}`, () => {
+      for (const [kind, record] of [
+        ["once", "link"],
+        ["dead", "link"],
+        ...(mode === "sparse" || samePath
+          ? []
+          : ([
+              ["once", "file"],
+              ["dead", "file"],
+            ] as const)),
+      ] as const) {
+        const end = kind === "once" ? "I/O error" : "killed";
+        test(`${mode}, ${samePath ? "same" : "other"} paths, record in a ${record}, ${end}`, () => {
+          notes = record === "link";
           const outcomes = { old: 0, completed: 0, terminal: 0 };
           let steps = 0;
           for (; steps < 200; steps++) {
@@ -212,6 +230,30 @@ describe("a restack that fails at any step", () => {
       }
     }
   }
+
+  test("waits for the disk twice; three times where its record does not fit into a link", () => {
+    for (const links of [true, false]) {
+      using scratch = scratchDirectory("waits");
+      const { stack, fresh, model, sealedPath } = prepare(scratch.path, "logStructured", true);
+      notes = links;
+      const waits: string[][] = [];
+      const steps = stack.restackSteps(sealedPath, fresh);
+      for (let step = steps.next(); step.done !== true; step = steps.next()) {
+        for (const target of step.value) target.datasync();
+        waits.push(step.value.map((target) => target.name));
+      }
+      const { path } = scratch;
+      expect(waits).toEqual([
+        ...(links ? [] : [[`${path}/up.data.restack.tmp`]]),
+        [`${path}/up.data`],
+        [path],
+      ]);
+      expect(lstatSync(`${path}/up.data.restack`).isSymbolicLink()).toBe(links);
+      expectEqualBytes(readAll(stack), model, "restacked");
+      stack[Symbol.dispose]();
+    }
+    notes = true;
+  });
 
   test("an upper whose sealing was not published goes on, even without its index file", () => {
     // Die right before the rename: the data file has its trailer but still its old name.

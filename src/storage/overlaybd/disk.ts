@@ -4,12 +4,15 @@ import {
   existsSync,
   openSync,
   readFileSync,
+  readlinkSync,
   renameSync,
   statSync,
+  symlinkSync,
   unlinkSync,
 } from "node:fs";
 import { dirname } from "node:path";
 import * as io from "../../../ffi/io.ts";
+import { errorCode } from "../../lib/durable.ts";
 import type { SyncTarget } from "./types.ts";
 
 /**
@@ -63,6 +66,14 @@ export interface Disk {
   create(file: string): DiskFile;
   exists(file: string): boolean;
   readText(file: string): string;
+  /**
+   * Creates a symbolic link that leads nowhere and only holds a text. File systems keep that with the names, so it is
+   * durable as soon as the link's name is: nothing else has to be synced. False, and nothing is created, where the
+   * text is too long (1 to 4 KiB) or there are no such links. For `exists` and `open` a link is not there.
+   */
+  createNote(file: string, text: string): boolean;
+  /** Text of a link; undefined when there is none of this name. */
+  readNote(file: string): string | undefined;
   rename(from: string, to: string): void;
   /** Never replaces: an existing `to` is an error of code `file_exists`. */
   renameNoReplace(from: string, to: string): void;
@@ -156,13 +167,32 @@ export const hostDisk: Disk = {
   create: (file) => new HostFile(file, openFd(file, constants.O_RDWR | constants.O_CREAT | constants.O_EXCL)),
   exists: (file) => existsSync(file),
   readText: (file) => readFileSync(file, "utf8"),
+  createNote(file, text) {
+    try {
+      symlinkSync(text, file);
+      return true;
+    } catch (error) {
+      const code = errorCode(error);
+      if (code === "ENAMETOOLONG" || code === "EPERM" || code === "EOPNOTSUPP") return false;
+      throw error;
+    }
+  },
+  readNote(file) {
+    try {
+      return readlinkSync(file);
+    } catch (error) {
+      const code = errorCode(error);
+      if (code === "ENOENT" || code === "EINVAL") return undefined;
+      throw error;
+    }
+  },
   rename: (from, to) => renameSync(from, to),
   renameNoReplace: (from, to) => io.renameNoReplace(from, to),
   removeIfPresent(file) {
     try {
       unlinkSync(file);
     } catch (error) {
-      if (!(error instanceof Error && "code" in error && error.code === "ENOENT")) throw error;
+      if (errorCode(error) !== "ENOENT") throw error;
     }
   },
   syncDirectoriesOf(...files) {

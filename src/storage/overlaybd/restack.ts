@@ -7,10 +7,11 @@ import type { ImageConfig, LayerRef, RestackSteps, UpperRef } from "./types.ts";
 /**
  * A restack: a record beside the upper (`<data>.restack`) says what is meant; a fresh upper is made and the upper's
  * data file gets its index and trailer; from then on writes go to the fresh upper; the data file is synced and
- * renamed to the sealed path; later the owner of the image config stores the new one. Only three moments wait for
- * the disk: the record's content is durable before it gets its name, the data file's before it gets the sealed
- * name, and the names before the restack is said to be done. The fresh upper is durable with its first flush,
- * which comes after that. So opening the old config after a crash finds out:
+ * renamed to the sealed path; later the owner of the image config stores the new one. Only two moments wait for
+ * the disk: the data file's content is durable before it gets the sealed name, and the names before the restack is
+ * said to be done. The record is the text of a symbolic link, which is durable with its name; where it does not fit
+ * into one it is a file, whose content is durable before it gets its name: a third wait. The fresh upper is durable
+ * with its first flush, which comes after that. So opening the old config after a crash finds out:
  *
  * - the data file still has its place. With writes on the fresh upper that count (the process was killed, the
  *   kernel was not: nothing is lost that was in the page cache) what is missing is done; else it is the old state:
@@ -89,10 +90,11 @@ function isRecord(value: unknown): value is RestackRecord {
 /** Records of restacks of the upper at this path, oldest first. */
 export function readRecords(disk: Disk, upper: UpperRef): RestackRecord[] {
   const file = recordPath(upper);
-  if (!disk.exists(file)) return [];
+  const text = disk.readNote(file) ?? (disk.exists(file) ? disk.readText(file) : undefined);
+  if (text === undefined) return [];
   let parsed: unknown;
   try {
-    parsed = JSON.parse(disk.readText(file));
+    parsed = JSON.parse(text);
   } catch (error) {
     throw new AenvError({
       code: "restack_record_invalid",
@@ -112,17 +114,27 @@ function encodeRecords(records: readonly RestackRecord[]): (file: DiskFile) => v
   return (file) => file.write(0, bytes, 0, bytes.byteLength);
 }
 
+/** Puts records in place that are durable with their name. False where that is not possible. */
+export function noteRecords(disk: Disk, upper: UpperRef, records: readonly RestackRecord[]): boolean {
+  const file = recordPath(upper);
+  const temporary = `${file}.tmp`;
+  disk.removeIfPresent(temporary);
+  if (!disk.createNote(temporary, JSON.stringify(records))) return false;
+  disk.rename(temporary, file);
+  return true;
+}
+
 export function writeRecords(disk: Disk, upper: UpperRef, records: readonly RestackRecord[]): void {
   const file = recordPath(upper);
   if (records.length === 0) {
     disk.removeIfPresent(file);
     return;
   }
-  replaceFile(disk, file, encodeRecords(records));
+  if (!noteRecords(disk, upper, records)) replaceFile(disk, file, encodeRecords(records));
   disk.syncDirectoriesOf(file);
 }
 
-/** The same, to be synced and put in place by the caller. */
+/** The same as a file, to be synced and put in place by the caller. */
 export function stageRecords(disk: Disk, upper: UpperRef, records: readonly RestackRecord[]): StagedFile {
   return stageFile(disk, recordPath(upper), encodeRecords(records));
 }

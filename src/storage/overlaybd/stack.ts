@@ -16,6 +16,7 @@ import { clearBlankUpper, createUpperFiles } from "./lsmt/upper-files.ts";
 import { openLayer } from "./open-layer.ts";
 import {
   lowersDigest,
+  noteRecords,
   placeFresh,
   type RestackRecord,
   readRecords,
@@ -493,13 +494,15 @@ class Stack implements LayerStack {
     };
     using undo = new DisposableStack();
     undo.defer(() => writeRecords(this.#disk, old, records));
-    const staged = stageRecords(this.#disk, old, [...records, record]);
-    try {
-      yield [staged.file];
-      staged.place();
-    } catch (error) {
-      staged.discard();
-      throw error;
+    if (!noteRecords(this.#disk, old, [...records, record])) {
+      const staged = stageRecords(this.#disk, old, [...records, record]);
+      try {
+        yield [staged.file];
+        staged.place();
+      } catch (error) {
+        staged.discard();
+        throw error;
+      }
     }
     undo.defer(() => removeFresh(this.#disk, fresh, old));
     createUpperFiles(this.#disk, waiting, {

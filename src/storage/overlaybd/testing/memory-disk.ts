@@ -53,6 +53,14 @@ export class MemoryDisk implements Disk {
     return new TextDecoder().decode(bytes.subarray(0, length));
   }
 
+  createNote(): boolean {
+    return false;
+  }
+
+  readNote(): string | undefined {
+    return undefined;
+  }
+
   rename(from: string, to: string): void {
     const content = this.#content(from);
     this.files.delete(from);

@@ -10,6 +10,7 @@ import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
  *   were never written back read as zeros. The file's size may be any it had since the last sync.
  * - Names (creations, renames, removals) become durable in the order they were made, and only surely so when
  *   their directory is synced. Syncing a file does not make its name durable.
+ * - The text of a symbolic link goes with its name.
  * - A killed process loses nothing of this: but the call it died in may be half done.
  */
 const SECTOR = 512;
@@ -31,6 +32,8 @@ class Inode {
   versions = new Map<number, (Uint8Array | undefined)[]>();
   sizes: number[] = [];
   locks: { exclusive: boolean; owner: object }[] = [];
+  /** Of a link, which has no content: it is part of the name. */
+  note: string | undefined;
 
   set(sector: number, bytes: Uint8Array | undefined): void {
     if (bytes === undefined) this.sectors.delete(sector);
@@ -67,6 +70,7 @@ class Inode {
   }
 
   afterPowerLoss(random: Random): Inode {
+    if (this.note !== undefined) return this;
     // Some files are written back whole, some not at all, most in part.
     const odds = [0, 1, 3, 5, 8, 9, 10][random(7)]!;
     const sectors = new Map(this.durable);
@@ -111,10 +115,13 @@ export class SimDisk implements Disk {
   /** Changes and syncs that are still carried out before the crash. */
   #left = Number.POSITIVE_INFINITY;
   #random: Random;
+  readonly #noteLimit: number;
   /** Changes and syncs so far. */
   operations = 0;
 
-  constructor(random: Random, boots = 1) {
+  /** `noteLimit`: longest text that a link holds. */
+  constructor(random: Random, boots = 1, noteLimit = 1023) {
+    this.#noteLimit = noteLimit;
     this.#random = random;
     this.#boots = boots;
     this.#bootId = `boot-${boots}`;
@@ -131,7 +138,7 @@ export class SimDisk implements Disk {
 
   /** The process is dead, the kernel is not. */
   afterKill(): SimDisk {
-    const disk = new SimDisk(this.#random, this.#boots);
+    const disk = new SimDisk(this.#random, this.#boots, this.#noteLimit);
     disk.#names = this.#names;
     disk.#durableNames = this.#durableNames;
     disk.#journal = this.#journal;
@@ -145,7 +152,7 @@ export class SimDisk implements Disk {
     const names = new Map(this.#durableNames);
     const kept = random(3) === 0 ? this.#journal.length : random(this.#journal.length + 1);
     for (const change of this.#journal.slice(0, kept)) change.apply(names);
-    const disk = new SimDisk(this.#random, this.#boots + 1);
+    const disk = new SimDisk(this.#random, this.#boots + 1, this.#noteLimit);
     const copies = new Map<Inode, Inode>();
     for (const [name, inode] of names) {
       let copy = copies.get(inode);
@@ -213,9 +220,31 @@ export class SimDisk implements Disk {
     return inode;
   }
 
+  #content(file: string): Inode {
+    const inode = this.#inode(file);
+    if (inode.note !== undefined) throw failure("ENOENT", `${file} leads nowhere`);
+    return inode;
+  }
+
+  createNote(file: string, text: string): boolean {
+    if (this.#names.has(file)) throw failure("EEXIST", `file exists, ${file}`);
+    if (text.length > this.#noteLimit) return false;
+    const inode = new Inode();
+    inode.note = text;
+    this.#change(() =>
+      this.#rename({ directories: [dirname(file)], apply: (names) => names.set(file, inode) }),
+    );
+    return true;
+  }
+
+  readNote(file: string): string | undefined {
+    this.#alive();
+    return this.#names.get(file)?.note;
+  }
+
   open(file: string, mode: "read" | "write"): DiskFile {
     this.#alive();
-    return this.#file(file, this.#inode(file), mode === "write");
+    return this.#file(file, this.#content(file), mode === "write");
   }
 
   create(file: string): DiskFile {
@@ -229,7 +258,9 @@ export class SimDisk implements Disk {
 
   exists(file: string): boolean {
     this.#alive();
-    return this.#names.has(file) || [...this.#names.keys()].some((name) => dirname(name) === file);
+    const inode = this.#names.get(file);
+    if (inode !== undefined) return inode.note === undefined;
+    return [...this.#names.keys()].some((name) => dirname(name) === file);
   }
 
   readText(file: string): string {
