@@ -270,7 +270,8 @@ class Service implements NetworkService {
         namePort: egress.namePort,
         limits: applied,
       });
-      await runCommand(["nft", "-f", "-"], { stdin: rules });
+      // The first rules of a host load a dozen kernel modules.
+      await runCommand(["nft", "-f", "-"], { stdin: rules, timeoutMs: 120_000 });
     };
     try {
       await install(limits);
