@@ -14,6 +14,7 @@ import { attachGuest, buildTapCable, inside, makeInternet, run } from "../../tes
 import { runCommand } from "../lib/command.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
+import { requireRateLimits } from "./host.ts";
 import {
   createNetworkService,
   type KeptSlot,
@@ -451,7 +452,15 @@ describe("packets", () => {
   });
 });
 
-describe("rates", () => {
+const rated = await requireRateLimits().then(
+  () => true,
+  (error: unknown) => {
+    console.log(`measured: no rates, the tests of them are skipped: ${error}`);
+    return false;
+  },
+);
+
+describe.skipIf(!rated)("rates", () => {
   interface Bucket {
     readonly kind: string;
     readonly bytes: number;
@@ -610,7 +619,8 @@ describe("a host that lacks something", () => {
     const program = `
       import { createNetworkService } from ${JSON.stringify(join(import.meta.dir, "index.ts"))};
       import { createLogger } from ${JSON.stringify(join(import.meta.dir, "../lib/log.ts"))};
-      const service = createNetworkService(${JSON.stringify(OPTIONS)}, createLogger("x"));
+      const options = { ...${JSON.stringify(OPTIONS)}, rates: JSON.parse(process.env.RATES ?? "null") ?? undefined };
+      const service = createNetworkService(options, createLogger("x"));
       try { await service.start([]); console.log("started"); }
       catch (error) { console.log(error.code, error.message, "CURE", error.remediation); }
       process.exit(0);
@@ -622,7 +632,7 @@ describe("a host that lacks something", () => {
     }).stdout.toString();
   }
 
-  test("no capability, no tool, no tun device: the error has the cure", () => {
+  test("no capability, no tool, no tun device, no token buckets: the error has the cure", () => {
     expect(startUnder(["setpriv", "--bounding-set=-net_admin"])).toMatch(
       /^network_not_permitted .*CAP_NET_ADMIN.* CURE .*root/,
     );
@@ -630,6 +640,11 @@ describe("a host that lacks something", () => {
     const hideTun = ["sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"];
     expect(startUnder(["unshare", "--mount", ...hideTun])).toMatch(
       /^network_tun_missing .* CURE .*modprobe tun/,
+    );
+    const hideTc = ["sh", "-c", 'mount --bind /bin/false "$(command -v tc)" && exec "$@"', "sh"];
+    const rates = { receiveBytesPerSec: 1e6, receiveBurstBytes: 0, sendBytesPerSec: 0, sendBurstBytes: 0 };
+    expect(startUnder(["unshare", "--mount", ...hideTc], { RATES: JSON.stringify(rates) })).toMatch(
+      /^network_rates_unsupported .* CURE .*sch_tbf/,
     );
   });
 });

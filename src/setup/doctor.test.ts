@@ -28,6 +28,7 @@ function look(more: Partial<Parameters<typeof examine>[0]> = {}): Promise<Check[
     vmm: "qemu",
     mode: "auto",
     diskExport: "auto",
+    networkRates: false,
     ...more,
   });
 }
@@ -46,6 +47,12 @@ test.skipIf(hostHasUblk)("disks over ublk alone are refused with the cure, auto 
       "NBD over unix sockets (ublk cannot be used: there is no /dev/ublk-control)",
     ),
   });
+});
+
+test("network rates are asked about where they are set", async () => {
+  expect(find(await look(), "network rates")).toBeUndefined();
+  const asked = find(await look({ networkRates: true }), "network rates");
+  expect(`${asked?.status} ${asked?.detail} ${asked?.cure}`).toMatch(/^ok |^missing .*sch_tbf/);
 });
 
 const find = (checks: readonly Check[], name: string) => checks.find((check) => check.name === name);

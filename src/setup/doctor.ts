@@ -63,6 +63,7 @@ export async function examine(options: Settings): Promise<Check[]> {
     await nfTablesCheck(),
     forwardingCheck(),
     ...kernelSettingsCheck(),
+    ...(options.networkRates ? [await networkRatesCheck()] : []),
     await exportCheck(options.diskExport),
     ioUringCheck(),
     cgroupCheck(options.vmm),
@@ -318,6 +319,19 @@ async function exportCheck(configured: Settings["diskExport"]): Promise<Check> {
     const how = kind === "ublk" ? "block devices over ublk" : "NBD over unix sockets";
     // NBD is a way as good as any; what would make it ublk is worth a word.
     return { name, status: "ok", detail: `${how} (${reason})`, ...(cure === undefined ? {} : { cure }) };
+  } catch (error) {
+    return failed(name, error);
+  }
+}
+
+/** Asked in a namespace of its own, which is gone afterwards. */
+async function networkRatesCheck(): Promise<Check> {
+  const name = "network rates";
+  if (privilegeCheck().status !== "ok") return { name, status: "ok", detail: "not asked: needs privileges" };
+  const { requireRateLimits } = await import("../network/index.ts");
+  try {
+    await requireRateLimits();
+    return { name, status: "ok", detail: "the kernel has token buckets (sch_tbf)" };
   } catch (error) {
     return failed(name, error);
   }

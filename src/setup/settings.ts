@@ -12,6 +12,8 @@ export interface Settings {
   readonly vmm: "qemu" | "firecracker";
   readonly mode: string;
   readonly diskExport: "auto" | "nbd" | "ublk";
+  /** Whether guests' network has limits. */
+  readonly networkRates: boolean;
 }
 
 /** Flags of both programs, as `parseArgs` options. */
@@ -58,5 +60,6 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
     vmm: config.vmm,
     mode: config.virtualizationMode,
     diskExport: config.ublk.export,
+    networkRates: config.machine.networkRateLimit.enabled,
   };
 }
