@@ -3,12 +3,13 @@ import { readdirSync, readFileSync, rmSync, truncateSync } from "node:fs";
 import { join } from "node:path";
 import type { CreateSandboxRequest } from "../../src/orchestrator/index.ts";
 import { eventually } from "../support/eventually.ts";
+import { holdPool } from "../support/pool.ts";
 import { busyboxTemplate, leftovers, type RealNode, startRealNode, testDeps } from "../support/real-node.ts";
 
 /* Fork, snapshot, adoption and what can go wrong with a running sandbox, with real VMs. */
 
 const deps = testDeps();
-const POOL = 190 + Math.floor(Math.random() * 30) * 2;
+const { pool: POOL } = holdPool();
 const REQUEST: CreateSandboxRequest = {
   template: "busybox",
   timeoutSeconds: 600,

@@ -4,12 +4,13 @@ import { join } from "node:path";
 import { runCommand } from "../../src/lib/command.ts";
 import type { CreateSandboxRequest } from "../../src/orchestrator/index.ts";
 import { eventually } from "../support/eventually.ts";
+import { holdPool } from "../support/pool.ts";
 import { busyboxTemplate, leftovers, type RealNode, startRealNode, testDeps } from "../support/real-node.ts";
 
 /* Faults of the host under real VMs: a full disk, a killed server, a killed VM, damaged files. */
 
 const deps = testDeps();
-const POOL = 130 + Math.floor(Math.random() * 30) * 2;
+const { pool: POOL } = holdPool();
 const REQUEST: CreateSandboxRequest = {
   template: "busybox",
   timeoutSeconds: 600,

@@ -11,6 +11,7 @@ import {
 import { join } from "node:path";
 import { runCommand } from "../../src/lib/command.ts";
 import type { CreateSandboxRequest } from "../../src/orchestrator/index.ts";
+import { holdPool } from "../support/pool.ts";
 import { busyboxTemplate, leftovers, type RealNode, startRealNode, testDeps } from "../support/real-node.ts";
 
 /*
@@ -21,7 +22,7 @@ import { busyboxTemplate, leftovers, type RealNode, startRealNode, testDeps } fr
 const MIB = 1 << 20;
 const BUFFER_MIB = 48;
 const SWAP_MIB = 256;
-const POOL = 130 + Math.floor(Math.random() * 30) * 2;
+const { pool: POOL } = holdPool();
 const ZRAM = "/sys/class/zram-control";
 const REQUEST: CreateSandboxRequest = {
   template: "busybox",

@@ -15,12 +15,13 @@ import { runCommand } from "../../src/lib/command.ts";
 import type { RunningSandbox } from "../../src/sandbox/types.ts";
 import { type Agent, call, collect, eventually, openStream, run, sh } from "../agent/harness.ts";
 import { bootGuest, type RootFs, rootFsOf } from "../support/guest-vm.ts";
+import { holdPool } from "../support/pool.ts";
 import { leftovers, type RealNode, startRealNode, testDeps } from "../support/real-node.ts";
 
 /* What the agent does that only a machine of its own can show. */
 
 const deps = testDeps();
-const POOL = 192 + Math.floor(Math.random() * 28) * 2;
+const { pool: POOL } = holdPool();
 const APPLETS =
   "sh sleep echo cat date mkdir ls id true kill head touch wc ps grep hostname ping stat mount pidof stty".split(
     " ",

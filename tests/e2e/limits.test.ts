@@ -1,10 +1,11 @@
 import { expect, test } from "bun:test";
 import { rmSync } from "node:fs";
 import { requireRateLimits } from "../../src/network/index.ts";
+import { holdPool } from "../support/pool.ts";
 import { busyboxTemplate, startRealNode, testDeps } from "../support/real-node.ts";
 
 const deps = testDeps();
-const POOL = 192 + Math.floor(Math.random() * 28) * 2;
+const { pool: POOL } = holdPool();
 const MIB = 1 << 20;
 
 const rated = await requireRateLimits().then(

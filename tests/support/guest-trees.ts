@@ -1,4 +1,3 @@
-import { randomBytes } from "node:crypto";
 import { writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { runCommand } from "../../src/lib/command.ts";
@@ -10,6 +9,7 @@ import { MAX_DRIVES } from "../../src/vmm/qemu/command.ts";
 import type { VmDrive, VmmDriver } from "../../src/vmm/types.ts";
 import { bootGuest } from "./guest-vm.ts";
 import { makeTar } from "./oci.ts";
+import { holdPool } from "./pool.ts";
 import { type RealNode, startRealNode } from "./real-node.ts";
 import { sortedTree, type Tree, type TreeEntry } from "./tree.ts";
 
@@ -52,9 +52,10 @@ export async function startTreeGuests(deps: string, workDir: string): Promise<Tr
   const content = new Uint8Array(await Bun.file(program).arrayBuffer());
   writeFileSync(archive, makeTar([{ path: "program", content, mode: 0o755 }]));
   let extra: readonly VmDrive[] = [];
+  const { pool, held } = holdPool();
   const node = await startRealNode({
     deps,
-    pool: 192 + (randomBytes(1)[0]! % 28) * 2,
+    pool,
     vmm: (driver) => withDrives(driver, () => extra),
   });
   let guests = 0;
@@ -111,7 +112,10 @@ export async function startTreeGuests(deps: string, workDir: string): Promise<Tr
         return { tree, asRoot: index === 0 };
       });
     },
-    [Symbol.asyncDispose]: () => endNode(node),
+    [Symbol.asyncDispose]: async () => {
+      await endNode(node);
+      held[Symbol.dispose]();
+    },
   };
 }
 

@@ -1,6 +1,7 @@
 import { mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
+import { holdPool } from "./pool.ts";
 import { processes } from "./proc.ts";
 
 const ROOT = resolve(import.meta.dir, "../..");
@@ -157,28 +158,6 @@ export class TestServer implements AsyncDisposable {
     await rm(this.runtime, { recursive: true, force: true });
     this.#pool[Symbol.dispose]();
   }
-}
-
-/**
- * Address pools (10.N and 10.N+1) apart from a server that may run on this machine, and from tests that run at
- * the same time: held by an abstract socket, which ends with this process.
- */
-function holdPool(): { readonly pool: number; readonly held: Disposable } {
-  const first = Math.floor(Math.random() * 60);
-  for (let tried = 0; tried < 60; tried++) {
-    const pool = 64 + ((first + tried) % 60) * 2;
-    try {
-      const listener = Bun.listen({
-        unix: `\0aenv-test-pool-${pool}`,
-        socket: { data: () => undefined },
-      });
-      listener.unref();
-      return { pool, held: { [Symbol.dispose]: () => listener.stop(true) } };
-    } catch (error) {
-      if ((error as { code?: string }).code !== "EADDRINUSE") throw error;
-    }
-  }
-  throw new Error("all address pools of the tests are in use");
 }
 
 /** Home whose `deps` hold the guest kernel and the VMM. */
