@@ -108,7 +108,7 @@ export interface FirecrackerDriverOptions {
 
 const SAVE_TIMEOUT_MS = 60_000;
 /** To write down what it counted, before it is ended. */
-const FLUSH_MS = 200;
+const FLUSH_MS = 1000;
 /** A process that runs already answers at once. */
 const ADOPT_MS = 5000;
 /** Metadata and requests with it; Firecracker's own default is 50 KiB. */
