@@ -70,12 +70,43 @@ mapfile -t agent < <(find tests/agent -name '*.test.ts' | grep -F -- "$filter" |
 mapfile -t fuzz < <(find tests/fuzz -name '*.test.ts' | grep -F -- "$filter" | sort)
 mapfile -t rig < <(cd tests && find rig -name '*.test.ts' | grep -F -- "$filter" | sort)
 
-# ublk and KVM, in a machine of its own (docs/rig.md).
+# ublk and KVM, in a machine of its own (docs/rig.md), which is prepared beside the first tests.
+if ((${#rig[@]})); then
+  { scripts/firecracker.sh || echo "the tests with Firecracker are left out"; scripts/rig.sh -p; } > "$work/prepare.log" 2>&1 &
+  behind[prepare]=$!
+fi
+# A machine that ends by itself (125) or stands still (124), as the emulator's nested virtualization makes kernels do now
+# and then, has said nothing of what is tested: another is started, twice at most, while there is time. Where guests are
+# nested the emulator also ends those: it has to pass once.
+rig_part() { # part, `suite` or `suite_behind`
+  local file=${1%% *} only=() runner=(scripts/rig.sh -t 640 -C tests --)
+  # shellcheck disable=SC2016
+  [[ $2 == suite ]] || runner=(bash -c 'tail --pid="$0" -f /dev/null; exec "$@"' "${behind[prepare]}" "${runner[@]}")
+  [[ $1 == "$file" ]] || only=(-t "${1#* }")
+  "$2" "rig ${1##*/}" 900 --timeout 240000 "./$file" "${only[@]}"
+}
+died() { [[ $status == 12[45] || ( $status != 0 && $1 == *" on "* ) ]]; }
+
+# The agent's suite once more, against a build that stops at the first bad access, and the rig's parts without nested
+# guests run beside the unit tests, the decoders' fuzzing beside those of whole servers.
+if ((${#agent[@]})); then
+  if make -s build/san/envd; then AENV_ENVD=build/san/envd suite_behind "agent under sanitizers" 600 --timeout 60000 "${agent[@]/#/./}"
+  else failed=$((failed + 1)); echo "build of the agent with sanitizers" > "$work/san.failures"; fi
+fi
+for file in "${rig[@]}"; do [[ $file == */sandbox.test.ts ]] || rig_part "$file" suite_behind; done
+((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timeout 30000 "${unit[@]/#/./}"
+[[ -z ${behind["agent under sanitizers"]:-} ]] || report "agent under sanitizers"
+((${#fuzz[@]} == 0)) || suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
+((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timeout 180000 "${e2e[@]/#/./}"
+[[ -z ${behind[fuzz]:-} ]] || report fuzz
+
 parts=()
 if ((${#rig[@]})); then
   note "the rig"
-  scripts/firecracker.sh || echo "the tests with Firecracker are left out"
-  if scripts/rig.sh -p; then
+  wait "${behind[prepare]}"; prepared=$?
+  unset "behind[prepare]"
+  cat "$work/prepare.log"
+  if ((prepared == 0)); then
     # A machine for each file, and in the file with nested guests for each VMM.
     for file in "${rig[@]}"; do
       if [[ $file != */sandbox.test.ts ]]; then parts+=("$file"); continue; fi
@@ -87,28 +118,6 @@ if ((${#rig[@]})); then
     echo "SKIPPED: tests/rig/*, the rig cannot be made here (see above)"; skipped=$((skipped + ${#rig[@]}))
   fi
 fi
-# A machine that ends by itself (125) or stands still (124), as the emulator's nested virtualization makes kernels do now
-# and then, has said nothing of what is tested: another is started, twice at most, while there is time. Where guests are
-# nested the emulator also ends those: it has to pass once.
-rig_part() { # part, `suite` or `suite_behind`
-  local file=${1%% *} only=() runner=(scripts/rig.sh -t 640 -C tests --)
-  [[ $1 == "$file" ]] || only=(-t "${1#* }")
-  "$2" "rig ${1##*/}" 700 --timeout 240000 "./$file" "${only[@]}"
-}
-died() { [[ $status == 12[45] || ( $status != 0 && $1 == *" on "* ) ]]; }
-
-# The agent's suite once more, against a build that stops at the first bad access, and the rig's parts without nested
-# guests run beside the unit tests, the decoders' fuzzing beside those of whole servers.
-if ((${#agent[@]})); then
-  if make -s build/san/envd; then AENV_ENVD=build/san/envd suite_behind "agent under sanitizers" 600 --timeout 60000 "${agent[@]/#/./}"
-  else failed=$((failed + 1)); echo "build of the agent with sanitizers" > "$work/san.failures"; fi
-fi
-for part in "${parts[@]}"; do [[ $part == *" on "* ]] || rig_part "$part" suite_behind; done
-((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timeout 30000 "${unit[@]/#/./}"
-[[ -z ${behind["agent under sanitizers"]:-} ]] || report "agent under sanitizers"
-((${#fuzz[@]} == 0)) || suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
-((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timeout 180000 "${e2e[@]/#/./}"
-[[ -z ${behind[fuzz]:-} ]] || report fuzz
 for part in "${parts[@]}"; do
   for attempt in 1 2 3; do
     before=("$passed" "$failed" "$skipped")
