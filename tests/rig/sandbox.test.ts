@@ -283,14 +283,11 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml, memoryMiB }) =>
   test("pauses and resumes with memory and disk", async () => {
     await shell(sandbox, "mount -t tmpfs none /tmp; echo kept > /tmp/in-memory");
     await shell(sandbox, "cp /root/data /tmp/data; md5sum /tmp/data > /tmp/sum");
-    await sandbox.commands.run(
-      "for i in 1 2; do cp /root/data /root/copy-$i; sync; done; echo > /root/copied",
-      {
-        background: true,
-        user: "root",
-        timeoutMs: 0,
-      },
-    );
+    await sandbox.commands.run("cp /root/data /root/copy; sync; echo > /root/copied", {
+      background: true,
+      user: "root",
+      timeoutMs: 0,
+    });
     let startedMs = performance.now();
     {
       // What comes in while it stands still is not in the memory that is saved.
@@ -305,8 +302,9 @@ describe.each(vmms)("a sandbox on $vmm over ublk", ({ vmm, toml, memoryMiB }) =>
     expect(await shell(sandbox, "cat /tmp/in-memory; md5sum -c /root/sum")).toBe("kept\n/root/data: OK\n");
     // What was being written is, all of it and nothing twice.
     await shell(sandbox, "while [ ! -e /root/copied ]; do sleep 1; done; echo 3 > /proc/sys/vm/drop_caches");
-    const md5 = async (files: string) => await shell(sandbox, `cat ${files} | md5sum`);
-    expect(await md5("/root/copy-1 /root/copy-2")).toBe(await md5("/root/data /root/data"));
+    expect(await shell(sandbox, "cat /root/copy | md5sum")).toBe(
+      await shell(sandbox, "cat /root/data | md5sum"),
+    );
     if (driven)
       expect(await shell(sandbox, "cat /drive/kept /mnt/base/etc/passwd")).toBe(
         "kept\nroot:x:0:0:root:/root:/bin/sh\n",
