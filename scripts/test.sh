@@ -77,12 +77,13 @@ if ((${#rig[@]})); then
 fi
 # A machine that ends by itself (125) or stands still (124), as the emulator's nested virtualization makes kernels do now
 # and then, has said nothing of what is tested: another is started, twice at most, while there is time. Where guests are
-# nested the emulator also ends those: it has to pass once.
+# nested the emulator also ends those: it has to pass once. Most of that comes with a second processor.
 rig_part() { # part, `suite` or `suite_behind`
-  local file=${1%% *} only=() runner=(scripts/rig.sh -t 640 -C tests --)
+  local file=${1%% *} only=() runner=(scripts/rig.sh -t 640 -C tests)
+  [[ $1 == "$file" ]] || { only=(-t "${1#* }"); runner+=(-c 1); }
   # shellcheck disable=SC2016
-  [[ $2 == suite ]] || runner=(bash -c 'tail --pid="$0" -f /dev/null; exec "$@"' "${behind[prepare]}" "${runner[@]}")
-  [[ $1 == "$file" ]] || only=(-t "${1#* }")
+  [[ -z ${behind[prepare]:-} ]] || runner=(bash -c 'tail --pid="$0" -f /dev/null; exec "$@"' "${behind[prepare]}" "${runner[@]}")
+  runner+=(--)
   "$2" "rig ${1##*/}" 900 --timeout 240000 "./$file" "${only[@]}"
 }
 died() { [[ $status == 12[45] || ( $status != 0 && $1 == *" on "* ) ]]; }
@@ -98,7 +99,6 @@ for file in "${rig[@]}"; do [[ $file == */sandbox.test.ts ]] || rig_part "$file"
 [[ -z ${behind["agent under sanitizers"]:-} ]] || report "agent under sanitizers"
 ((${#fuzz[@]} == 0)) || suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
 ((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timeout 180000 "${e2e[@]/#/./}"
-[[ -z ${behind[fuzz]:-} ]] || report fuzz
 
 parts=()
 if ((${#rig[@]})); then
@@ -118,6 +118,8 @@ if ((${#rig[@]})); then
     echo "SKIPPED: tests/rig/*, the rig cannot be made here (see above)"; skipped=$((skipped + ${#rig[@]}))
   fi
 fi
+for part in "${parts[@]}"; do [[ $part != *" on "* ]] || rig_part "$part" suite_behind; done
+[[ -z ${behind[fuzz]:-} ]] || report fuzz
 for part in "${parts[@]}"; do
   for attempt in 1 2 3; do
     before=("$passed" "$failed" "$skipped")
