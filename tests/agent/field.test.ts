@@ -65,11 +65,10 @@ const started = async (tag: string) =>
   await eventually(`${tag} started`, async () =>
     JSON.stringify((await call(agent, `${P}/List`, {})).body).includes(`"${tag}"`),
   );
+/** What the process has said when it has ended. */
 const begin = async (script: string, tag: string, extra: Record<string, Json> = {}) => {
   const body = { process: { cmd: "/bin/bash", args: ["-c", script] }, tag, ...extra };
-  const result = collect(await openStream(agent, `${P}/Start`, body));
-  await started(tag);
-  return result;
+  return await collect(await openStream(agent, `${P}/Start`, body));
 };
 
 describe("ends of processes", () => {
@@ -107,6 +106,7 @@ describe("ends of processes", () => {
     const ready = `${agent.dir}/trapped`;
     const script = `trap 'echo orderly; kill %1; exit 0' TERM; sleep 60 & touch ${ready}; wait`;
     const result = begin(script, "orderly");
+    await started("orderly");
     await eventually("the trap is set", () => existsSync(ready));
     await call(agent, `${P}/SendSignal`, { process: { tag: "orderly" }, signal: "SIGNAL_SIGTERM" });
     expect(await result).toMatchObject({ stdout: "orderly\n", end: { exited: true } });
