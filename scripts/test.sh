@@ -89,16 +89,17 @@ rig_part() { # part, `suite` or `suite_behind`
 died() { [[ $status == 12[45] || ( $status != 0 && $1 == *" on "* ) ]]; }
 
 # The agent's suite once more, against a build that stops at the first bad access, and the rig's parts without nested
-# guests run beside the unit tests, the decoders' fuzzing beside those of whole servers.
+# guests run beside the unit tests, the decoders' fuzzing beside those of whole servers. Slow files begin first
+# (tests/timings.json; `bun test --update-timings` measures them).
 if ((${#agent[@]})); then
   if make -s build/san/envd; then AENV_ENVD=build/san/envd suite_behind "agent under sanitizers" 600 --timeout 60000 "${agent[@]/#/./}"
   else failed=$((failed + 1)); echo "build of the agent with sanitizers" > "$work/san.failures"; fi
 fi
 for file in "${rig[@]}"; do [[ $file == */sandbox.test.ts ]] || rig_part "$file" suite_behind; done
-((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timeout 30000 "${unit[@]/#/./}"
+((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timings=tests/timings.json --timeout 30000 "${unit[@]/#/./}"
 [[ -z ${behind["agent under sanitizers"]:-} ]] || report "agent under sanitizers"
 ((${#fuzz[@]} == 0)) || suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
-((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timeout 180000 "${e2e[@]/#/./}"
+((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timings=tests/timings.json --timeout 180000 "${e2e[@]/#/./}"
 
 parts=()
 if ((${#rig[@]})); then
