@@ -249,6 +249,9 @@ AENV_EXPORT int32_t aenv_lsmt_merger_feed(void *handle, uint32_t layer, uint32_t
 		uint64_t zeroed = in->target & zeroed_bit;
 		if (offset < previous_end || moffset < BLOCK_SECTORS || moffset + (zeroed ? 0 : length) > end_of_data)
 			return -EILSEQ;
+		/* What is cut off and joined later stays below the offset that is none. */
+		if (offset + length > invalid_offset)
+			return -EILSEQ;
 		previous_end = offset + length;
 		uint64_t target = moffset | zeroed | tag;
 		/* `next_target` carries tag and kind, too; zeros go on with zeros, whatever they point to. */

@@ -1,7 +1,7 @@
 import { describe, expect, test } from "bun:test";
 import { existsSync, lstatSync, readdirSync, unlinkSync } from "node:fs";
 import { AenvError } from "../../lib/errors.ts";
-import { type Disk, type DiskFile, hostDisk } from "./disk.ts";
+import { createLink, type Disk, type DiskFile, hostDisk } from "./disk.ts";
 import { createLayerWriter, openStack as openStackOn } from "./index.ts";
 import { expectEqualBytes, fillPattern, scratchDirectory } from "./test-support.ts";
 import type { ImageConfig, LayerStack, UpperMode, UpperRef } from "./types.ts";
@@ -71,7 +71,7 @@ const failingDisk: Disk = {
   },
   createNote(file, text) {
     change("createNote");
-    return notes && hostDisk.createNote(file, text);
+    return notes && createLink(file, text);
   },
   rename(from, to) {
     change("rename");
@@ -253,6 +253,23 @@ describe("a restack that fails at any step", () => {
       stack[Symbol.dispose]();
     }
     notes = true;
+  });
+
+  test("a link holds a record only where its text is durable with its name", () => {
+    using scratch = scratchDirectory("notes");
+    const { path } = scratch;
+    expect(createLink(`${path}/long`, "x".repeat(5000))).toBe(false);
+    const mounted = Bun.spawnSync(["mount", "-t", "ramfs", "none", path]);
+    if (!mounted.success) return console.log(`left out: no file system can be mounted (${mounted.stderr})`);
+    try {
+      expect(hostDisk.createNote(`${path}/note`, "[]")).toBe(false);
+      expect(readdirSync(path)).toEqual([]);
+      expect(Bun.spawnSync(["mount", "-t", "tmpfs", "none", path]).success).toBe(true);
+      expect(hostDisk.createNote(`${path}/note`, "[]")).toBe(true);
+      expect(hostDisk.readNote(`${path}/note`)).toBe("[]");
+    } finally {
+      while (Bun.spawnSync(["umount", path]).success);
+    }
   });
 
   test("an upper whose sealing was not published goes on, even without its index file", () => {

@@ -6,6 +6,7 @@ import {
   readFileSync,
   readlinkSync,
   renameSync,
+  statfsSync,
   statSync,
   symlinkSync,
   unlinkSync,
@@ -67,9 +68,10 @@ export interface Disk {
   exists(file: string): boolean;
   readText(file: string): string;
   /**
-   * Creates a symbolic link that leads nowhere and only holds a text. File systems keep that with the names, so it is
-   * durable as soon as the link's name is: nothing else has to be synced. False, and nothing is created, where the
-   * text is too long (1 to 4 KiB) or there are no such links. For `exists` and `open` a link is not there.
+   * Creates a symbolic link that leads nowhere and only holds a text, where the file system keeps that with the names:
+   * it is durable as soon as the link's name is, nothing else has to be synced. False, and nothing is created, where
+   * it does not, the text is too long (1 to 4 KiB) or there are no such links. For `exists` and `open` a link is not
+   * there.
    */
   createNote(file: string, text: string): boolean;
   /** Text of a link; undefined when there is none of this name. */
@@ -95,6 +97,24 @@ const O_CLOEXEC = 0o2000000;
 
 function openFd(file: string, flags: number): number {
   return openSync(file, flags | O_CLOEXEC, 0o600);
+}
+
+/**
+ * `f_type` (linux/magic.h) of ext4, XFS and tmpfs: the text of a link is journaled with its name, or nothing is durable.
+ * Not Btrfs, whose links may be empty after a power loss before Linux 5.18 (its commit d0e64a981fd8).
+ */
+const NOTE_SYSTEMS: ReadonlySet<number> = new Set([0xef53, 0x58465342, 0x01021994]);
+
+/** False where the text is too long or there are no symbolic links. */
+export function createLink(file: string, text: string): boolean {
+  try {
+    symlinkSync(text, file);
+    return true;
+  } catch (error) {
+    const refused = ["ENAMETOOLONG", "EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS"];
+    if (refused.includes(errorCode(error) ?? "")) return false;
+    throw error;
+  }
 }
 
 class HostFile implements DiskFile {
@@ -167,16 +187,7 @@ export const hostDisk: Disk = {
   create: (file) => new HostFile(file, openFd(file, constants.O_RDWR | constants.O_CREAT | constants.O_EXCL)),
   exists: (file) => existsSync(file),
   readText: (file) => readFileSync(file, "utf8"),
-  createNote(file, text) {
-    try {
-      symlinkSync(text, file);
-      return true;
-    } catch (error) {
-      const code = errorCode(error);
-      if (code === "ENAMETOOLONG" || code === "EPERM" || code === "EOPNOTSUPP") return false;
-      throw error;
-    }
-  },
+  createNote: (file, text) => NOTE_SYSTEMS.has(statfsSync(dirname(file)).type) && createLink(file, text),
   readNote(file) {
     try {
       return readlinkSync(file);

@@ -186,6 +186,9 @@ test("what is no valid mapping is refused", () => {
     ["zeros need no data", 100, 10, 100, true, true],
     ["zeros behind the data", 100, 10, 101, true, false],
     ["padding", 100, 0, 8, false, true],
+    ["up to the end of the largest disk", 2 ** 50 - 11, 10, 8, false, true],
+    ["over the end of the largest disk", 2 ** 50 - 10, 10, 8, false, false],
+    ["zeros over the end of the largest disk", 2 ** 50 - 2, 16383, 8, true, false],
   ];
   const words = new Uint32Array(new ArrayBuffer(32));
   for (const [what, offset, length, moffset, zeroed, fine] of cases) {

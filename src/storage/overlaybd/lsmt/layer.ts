@@ -9,6 +9,7 @@ import {
   FLAG_DATA,
   FLAG_HEADER,
   FLAG_SEALED,
+  INVALID_OFFSET,
   type LsmtBlock,
   MAPPING_BYTES,
   MAX_MAPPINGS,
@@ -180,6 +181,13 @@ function refuseMappings(
           name,
           where,
           `mapping of sector ${offset} is out of order or overlaps (previous ends at ${previousEnd})`,
+        );
+      }
+      if (offset + length > INVALID_OFFSET) {
+        throw invalidLayer(
+          name,
+          where,
+          `mapping of sector ${offset} has ${length} sectors, a disk ends at ${INVALID_OFFSET}`,
         );
       }
       if (moffset < BLOCK_SECTORS || moffset + sectors > dataEnd) {

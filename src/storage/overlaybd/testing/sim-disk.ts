@@ -10,7 +10,7 @@ import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
  *   were never written back read as zeros. The file's size may be any it had since the last sync.
  * - Names (creations, renames, removals) become durable in the order they were made, and only surely so when
  *   their directory is synced. Syncing a file does not make its name durable.
- * - The text of a symbolic link goes with its name.
+ * - The text of a symbolic link goes with its name, where links are used for texts.
  * - A killed process loses nothing of this: but the call it died in may be half done.
  */
 const SECTOR = 512;
