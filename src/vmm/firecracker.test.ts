@@ -524,6 +524,27 @@ describe("a VM", () => {
     await again.kill();
   });
 
+  test.each(["round", "limiter"])(
+    "has carried out what waited for its process's %s when it is paused, not after its state is saved",
+    async (what) => {
+      const plain = specFor(`waits-${what}`, { kernelArgs: [`fake.waits=${what}`] });
+      const rateLimit = { bandwidthBytesPerSec: MiB, bandwidthBurstBytes: 0, iops: 0, iopsBurst: 0 };
+      const limits = what === "limiter" ? { rateLimit } : {};
+      await using vm = await driverFor().launch({
+        ...plain,
+        drives: plain.drives.map((drive) => ({ ...drive, ...limits })),
+      });
+      const waits = () => readFileSync(join(vm.reference.jailDir!, "run/fake.waits"), "utf8");
+      expect(waits()).toBe(what);
+      await vm.pause();
+      // Its disk is sealed from here on.
+      expect(waits()).toBe("nothing");
+      const path = join(root, `waits-${what}.state`);
+      await vm.saveDeviceState(path);
+      expect(JSON.parse(readFileSync(path, "utf8"))).toMatchObject({ waits: "nothing" });
+    },
+  );
+
   test("saves its state only while it is paused, and leaves no pages behind", async () => {
     const spec = specFor("save");
     await using vm = await driverFor().launch(spec);
@@ -683,7 +704,7 @@ describe("a VM", () => {
     for (const path of groups()) writeFileSync(path, String(late.pid));
     await using second = createFirecrackerDriver({ ...optionsFor("1.13.1"), cgroup: parent });
     expect(await second.sweep!()).toBe(1);
-    expect(late.exitCode).toBe(0);
+    expect(await late.exited).toBe(0);
     expect(groups()).toEqual([]);
     await vm.exited;
     await until(() => jailsLeft().length === 0);

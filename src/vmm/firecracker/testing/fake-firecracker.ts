@@ -42,6 +42,7 @@ const { values } = parseArgs({
 });
 const socket = values["api-sock"] ?? "/run/firecracker.socket";
 const log = join(dirname(socket), "fake.requests");
+const waitsFile = join(dirname(socket), "fake.waits");
 
 const whole = z.number().int().nonnegative();
 const schemas = {
@@ -124,6 +125,30 @@ type Resource = keyof typeof schemas;
 let state: "Not started" | "Running" | "Paused" = "Not started";
 const configured = new Map<string, unknown>();
 
+/**
+ * A guest's request to its disk that is not carried out yet (`fake.waits` of the kernel's command line), and what it
+ * waits for: `round`, for the second round of the event loop from the pause on; `limiter`, for a round that comes when
+ * the limiter's timer has run out once more after the limit was taken away. `fake.waits` in the directory, and a saved
+ * state, say what it waited for last.
+ */
+let waits = "nothing";
+let rounds = 0;
+let liftedMs: number | undefined;
+/** REFILL_TIMER_INTERVAL_MS of upstream's rate limiter. */
+const LIMITER_TIMER_MS = 100;
+
+function setWaits(what: string): void {
+  waits = what;
+  writeFileSync(waitsFile, what);
+}
+
+/** Each request is a round of the loop; it begins with what was ready before the request came. */
+function round(): void {
+  const due = liftedMs !== undefined && performance.now() - liftedMs >= LIMITER_TIMER_MS;
+  if (state === "Paused") rounds++;
+  if ((waits === "limiter" && due) || (waits === "round" && rounds >= 2)) setWaits("nothing");
+}
+
 class Fault extends Error {}
 
 /** As many MiB, as fast as a guest can; what a full pipe does not take is lost, as with the real one. */
@@ -164,6 +189,7 @@ function perform(method: string, resource: Resource, path: string, body: Record<
   if (resource === "/vm") {
     if (!booted) throw new Fault("The requested operation is not supported before starting the microVM.");
     state = body.state === "Paused" ? "Paused" : "Running";
+    rounds = 0;
     return;
   }
   if (resource === "/snapshot/create") {
@@ -171,7 +197,8 @@ function perform(method: string, resource: Resource, path: string, body: Record<
     const drives = [...configured].filter(([key]) => key.startsWith("/drives/")).map(([, value]) => value);
     // One that a guest has taken over.
     const link = /fake\.state=([^\s"]+)/.exec(JSON.stringify(configured.get("/boot-source")))?.[1];
-    if (link === undefined) writeFileSync(String(body.snapshot_path), JSON.stringify({ version, drives }));
+    if (link === undefined)
+      writeFileSync(String(body.snapshot_path), JSON.stringify({ version, drives, waits }));
     else symlinkSync(link, String(body.snapshot_path));
     writeFileSync(String(body.mem_file_path), "pages");
     return;
@@ -183,6 +210,8 @@ function perform(method: string, resource: Resource, path: string, body: Record<
   }
   if (resource === "/drives" && method === "PATCH") {
     if (!booted) throw new Fault("The requested operation is not supported before starting the microVM.");
+    const { bandwidth, ops } = body.rate_limiter as Record<"bandwidth" | "ops", { size: number }>;
+    liftedMs = bandwidth.size === 0 && ops.size === 0 ? performance.now() : undefined;
     return;
   }
   if (body.action_type === "FlushMetrics") {
@@ -206,6 +235,7 @@ function perform(method: string, resource: Resource, path: string, body: Record<
     mustExist(boot.kernel_image_path);
     state = "Running";
     console.log("guest boots");
+    setWaits(/fake\.waits=(\w+)/.exec(JSON.stringify(boot))?.[1] ?? "nothing");
     const flood = Number(/fake\.flood=(\d+)/.exec(JSON.stringify(boot))?.[1] ?? 0);
     if (flood > 0) void floodConsole(flood);
     return;
@@ -230,6 +260,7 @@ mkdirSync(dirname(socket), { recursive: true });
 Bun.serve({
   unix: socket,
   async fetch(request) {
+    round();
     const path = new URL(request.url).pathname;
     const text = await request.text();
     const refuse = (message: string) => Response.json({ fault_message: message }, { status: 400 });
