@@ -30,6 +30,7 @@ import {
   connectBlockd,
   type DeviceInfo,
   type SupervisedBlockd,
+  startBlockd,
   superviseBlockd,
 } from "./index.ts";
 import { fileStem } from "./table.ts";
@@ -1010,6 +1011,25 @@ describe("life and death", () => {
     await expect(failed).rejects.toThrow("no luck today");
     const absent = superviseBlockd({ ...options, argv: ["/nonexistent/agentenv"] }, silent);
     await expect(absent).rejects.toMatchObject({ code: "blockd_unavailable" });
+  });
+
+  test("a daemon that lives and does not answer holds up nobody who leaves", async () => {
+    const options = optionsFor("mute");
+    const pidFile = join(root, "mute-pid");
+    const argv = ["/bin/sh", "-c", `echo $$ > ${pidFile}; exec sleep 600`];
+    const starting = startBlockd({ ...options, argv }, silent);
+    const pid = await eventually(
+      "it lives",
+      () => existsSync(pidFile) && Number(readFileSync(pidFile, "utf8")),
+    );
+    try {
+      const call = starting.client.list();
+      await starting[Symbol.asyncDispose]();
+      await expect(starting.ready).rejects.toThrow("is not waited for any more");
+      await expect(call).rejects.toMatchObject({ code: "blockd_unavailable" });
+    } finally {
+      process.kill(pid, "SIGKILL");
+    }
   });
 
   test("a running daemon is found, not replaced; two supervisors at once end up with one", async () => {

@@ -53,7 +53,11 @@ function logTail(logPath: string, fromBytes: number): string {
 }
 
 /** Starts a daemon that outlives us and waits until it answers. */
-async function startDaemon(options: BlockdSupervisorOptions, log: Logger): Promise<BlockdConnection> {
+async function startDaemon(
+  options: BlockdSupervisorOptions,
+  log: Logger,
+  stopped: AbortSignal,
+): Promise<BlockdConnection> {
   const { argv, socketPath, runtimeDir, logPath } = options;
   mkdirSync(dirname(logPath), { recursive: true });
   const logFd = openSync(logPath, "a", 0o600);
@@ -85,6 +89,7 @@ async function startDaemon(options: BlockdSupervisorOptions, log: Logger): Promi
       if (ended !== null) {
         throw unavailable(socketPath, `ended at once (${ended}): ${logTail(logPath, logStart)}`, error);
       }
+      if (stopped.aborted) throw unavailable(socketPath, "is not waited for any more", error);
       const waitedMs = performance.now() - startedMs;
       if (waitedMs > SLOW_START_MS && !told) {
         told = true;
@@ -109,6 +114,7 @@ async function startDaemon(options: BlockdSupervisorOptions, log: Logger): Promi
 async function findOrStart(
   options: BlockdSupervisorOptions,
   log: Logger,
+  stopped: AbortSignal,
 ): Promise<{ link: BlockdConnection; started: boolean }> {
   try {
     return { link: await BlockdConnection.open(options.socketPath, HELLO_TIMEOUT_MS), started: false };
@@ -116,7 +122,7 @@ async function findOrStart(
     // One that answers with another version, or hangs, serves running guests: it is not ours to replace.
     if (!(error instanceof AenvError && error.code === "blockd_unavailable")) throw error;
   }
-  return { link: await startDaemon(options, log), started: true };
+  return { link: await startDaemon(options, log, stopped), started: true };
 }
 
 /** The client to be, with a shutdown that the supervisor knows to be meant. */
@@ -140,9 +146,9 @@ function futureClient(connected: Promise<BlockClient>, onShutdown: () => void): 
   };
 }
 
-async function findOrStartClient(options: BlockdSupervisorOptions, log: Logger) {
+async function findOrStartClient(options: BlockdSupervisorOptions, log: Logger, stopped: AbortSignal) {
   const { socketPath } = options;
-  const { link, started } = await findOrStart(options, log);
+  const { link, started } = await findOrStart(options, log, stopped);
   log.info({ socketPath, started }, started ? "block daemon started" : "block daemon found");
   try {
     return { link, client: await connectBlockd(socketPath, { connectPatienceMs: CALL_PATIENCE_MS }) };
@@ -170,36 +176,36 @@ export async function superviseBlockd(
 /** As `superviseBlockd`, for a caller with other work to do while the daemon starts. */
 export function startBlockd(options: BlockdSupervisorOptions, log: Logger): StartingBlockd {
   const { socketPath } = options;
-  const first = findOrStartClient(options, log);
+  const stop = new AbortController();
+  const first = findOrStartClient(options, log, stop.signal);
   const connected = first.then(({ client }) => client);
   const ready = connected.then(() => undefined);
   // The failure is told by `ready` and by every call, whenever somebody asks.
   ready.catch(() => undefined);
-  let stopped = false;
   let link: BlockdConnection | undefined;
-  const wake = Promise.withResolvers<void>();
+  const stopped = new Promise<void>((resolve) => stop.signal.addEventListener("abort", () => resolve()));
 
   const watch = async (firstLink: BlockdConnection) => {
     link = firstLink;
-    if (stopped) link.close();
+    if (stop.signal.aborted) link.close();
     let failures = 0;
-    while (!stopped) {
+    while (!stop.signal.aborted) {
       const since = performance.now();
       await link.closed;
-      if (stopped) return;
+      if (stop.signal.aborted) return;
       if (performance.now() - since > HEALTHY_MS) failures = 0;
       log.error({ socketPath }, "block daemon is gone, its devices stand still until it is back");
-      while (!stopped) {
+      while (!stop.signal.aborted) {
         if (failures > 0) {
           const waitMs = Math.min(LONGEST_BACKOFF_MS, FIRST_BACKOFF_MS * 2 ** (failures - 1));
-          await Promise.race([Bun.sleep(waitMs), wake.promise]);
-          if (stopped) return;
+          await Promise.race([Bun.sleep(waitMs), stopped]);
+          if (stop.signal.aborted) return;
         }
         failures++;
         try {
-          const next = await findOrStart(options, log);
+          const next = await findOrStart(options, log, stop.signal);
           link = next.link;
-          if (stopped) link.close();
+          if (stop.signal.aborted) link.close();
           log.warn({ socketPath }, "block daemon is back");
           break;
         } catch (error) {
@@ -213,15 +219,11 @@ export function startBlockd(options: BlockdSupervisorOptions, log: Logger): Star
     () => undefined,
   );
 
-  const stop = () => {
-    stopped = true;
-    wake.resolve();
-  };
   return {
     ready,
-    client: futureClient(connected, stop),
+    client: futureClient(connected, () => stop.abort()),
     async [Symbol.asyncDispose]() {
-      stop();
+      stop.abort();
       link?.close();
       await watching;
       await connected.then(
