@@ -1018,9 +1018,8 @@ describe("life and death", () => {
     const pidFile = join(root, "mute-pid");
     const argv = ["/bin/sh", "-c", `echo $$ > ${pidFile}; exec sleep 600`];
     const starting = startBlockd({ ...options, argv }, silent);
-    const pid = await eventually(
-      "it lives",
-      () => existsSync(pidFile) && Number(readFileSync(pidFile, "utf8")),
+    const pid = await eventually("it lives", () =>
+      existsSync(pidFile) ? Number(readFileSync(pidFile, "utf8")) : 0,
     );
     try {
       const call = starting.client.list();
