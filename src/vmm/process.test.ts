@@ -1,5 +1,5 @@
-import { expect, test } from "bun:test";
-import { adoptVmm, readProcessStat } from "./process.ts";
+import { expect, spyOn, test } from "bun:test";
+import { adoptVmm, ExitWatch, readProcessStat } from "./process.ts";
 
 /** A process that is nobody's here. */
 async function stranger(): Promise<number> {
@@ -14,7 +14,22 @@ function adopt(pid: number) {
   return vmm;
 }
 
-test("processes of others are watched: each is told when it ends, and not before", async () => {
+/** Whoever looks now and then fails. */
+function withoutTimers(): Disposable {
+  const refuse = () => {
+    throw new Error("a timer was set");
+  };
+  const spies = new DisposableStack();
+  spies.adopt(spyOn(globalThis, "setInterval").mockImplementation(refuse), (spy) => spy.mockRestore());
+  spies.adopt(spyOn(globalThis, "setTimeout").mockImplementation(refuse as never), (spy) =>
+    spy.mockRestore(),
+  );
+  spies.adopt(spyOn(Bun, "sleep").mockImplementation(refuse), (spy) => spy.mockRestore());
+  return spies;
+}
+
+test("processes of others are watched: each is told when it ends, not before, and without looking now and then", async () => {
+  using _ = withoutTimers();
   const pids = await Promise.all(Array.from({ length: 8 }, stranger));
   const vmms = pids.map(adopt);
   const ended = new Set<number>();
@@ -43,4 +58,53 @@ test("a number that another process has by now is nobody's", async () => {
   } finally {
     process.kill(pid, "SIGKILL");
   }
+});
+
+test("events that fail or end are told and asked for again, and what ended meanwhile is seen", async () => {
+  const told: string[] = [];
+  const waiting: PromiseWithResolvers<{ done: boolean }>[] = [];
+  let cancelled = 0;
+  const open = () => {
+    if (told.length === 2) throw new Error("EMFILE");
+    return {
+      read: () => {
+        const one = Promise.withResolvers<{ done: boolean }>();
+        waiting.push(one);
+        return one.promise;
+      },
+      cancel: async () => {
+        cancelled++;
+        waiting.at(-1)?.resolve({ done: true });
+      },
+    };
+  };
+  const watch = new ExitWatch(open, (error) => told.push(String(error)), 1);
+  const asked = async (times: number) => {
+    while (waiting.length < times) await Bun.sleep(1);
+  };
+  let looks = 0;
+  const look = () => void looks++;
+  watch.add(look);
+  watch.start();
+  await asked(1);
+  expect(looks).toBe(1);
+  waiting[0]!.reject(new Error("EIO"));
+  await asked(2);
+  expect(looks).toBe(2);
+  waiting[1]!.resolve({ done: true });
+  await asked(3);
+  expect(looks).toBe(3);
+  expect(told).toEqual(["Error: EIO", "Error: the events have an end", "Error: EMFILE"]);
+  waiting[2]!.resolve({ done: false });
+  await asked(4);
+  expect(looks).toBe(4);
+  // Nobody waits any more, and then somebody does.
+  watch.delete(look);
+  watch.add(look);
+  watch.start();
+  await asked(5);
+  expect(looks).toBe(5);
+  expect(told).toHaveLength(3);
+  watch.delete(look);
+  expect(cancelled).toBe(4);
 });

@@ -1,6 +1,6 @@
 import { closeSync, openSync, readFileSync, readSync, statSync } from "node:fs";
 import { exitEvents, openPidfd, signalPidfd, watchExit } from "../../ffi/process.ts";
-import { AenvError } from "../lib/errors.ts";
+import { AenvError, errorChain } from "../lib/errors.ts";
 import type { VmExit } from "./types.ts";
 
 /**
@@ -192,21 +192,92 @@ export function spawnDetached(options: {
   };
 }
 
-/** Of adopted processes: looks whether it is gone. */
-const looks = new Set<() => void>();
-let exits: { read(): Promise<{ readonly done: boolean }>; cancel(): Promise<void> } | undefined;
-
-/** Has all looked at whenever one of them ends. While there are any, this process does not end by itself. */
-async function lookAtExits(): Promise<void> {
-  if (exits !== undefined) return;
-  const reader = Bun.file(exitEvents()).stream().getReader();
-  exits = reader;
-  while (looks.size > 0 && !(await reader.read()).done) for (const look of [...looks]) look();
-  exits = undefined;
-  await reader.cancel();
-  // Come meanwhile.
-  if (looks.size > 0) await lookAtExits();
+/** Tells when a process may have ended. `done`: tells nothing any more. */
+export interface ExitEvents {
+  read(): Promise<{ readonly done: boolean }>;
+  cancel(): Promise<void>;
 }
+
+/** Before events that failed are asked for again. */
+const AGAIN_MS = 1000;
+
+/**
+ * Has all processes of others looked at whenever one of them ends. While there are any, this process does not end by
+ * itself. Events that fail are told and asked for again, as long as anybody waits for them; each time all are looked at
+ * once, as one may have ended meanwhile.
+ */
+export class ExitWatch {
+  readonly #looks = new Set<() => void>();
+  readonly #open: () => ExitEvents;
+  readonly #failed: (error: unknown) => void;
+  readonly #againMs: number;
+  /** Undefined, too, when they have been cancelled. */
+  #events: ExitEvents | undefined;
+  #follows = false;
+
+  constructor(open: () => ExitEvents, failed: (error: unknown) => void, againMs = AGAIN_MS) {
+    this.#open = open;
+    this.#failed = failed;
+    this.#againMs = againMs;
+  }
+
+  has(look: () => void): boolean {
+    return this.#looks.has(look);
+  }
+
+  add(look: () => void): void {
+    this.#looks.add(look);
+  }
+
+  /** After `add`, when the events tell of that process, too. */
+  start(): void {
+    if (!this.#follows) void this.#follow();
+  }
+
+  delete(look: () => void): void {
+    this.#looks.delete(look);
+    if (this.#looks.size === 0) this.#cancel();
+  }
+
+  #cancel(): void {
+    const events = this.#events;
+    this.#events = undefined;
+    // Of events that failed it fails, too; that has been told.
+    events?.cancel().catch(() => undefined);
+  }
+
+  async #follow(): Promise<void> {
+    this.#follows = true;
+    while (this.#looks.size > 0) {
+      try {
+        await this.#read();
+      } catch (error) {
+        this.#cancel();
+        this.#failed(error);
+        await Bun.sleep(this.#againMs);
+      }
+    }
+    this.#follows = false;
+  }
+
+  async #read(): Promise<void> {
+    const events = this.#open();
+    this.#events = events;
+    for (;;) {
+      for (const look of [...this.#looks]) look();
+      if (this.#events !== events) return;
+      const { done } = await events.read();
+      if (this.#events !== events) return;
+      if (done) throw new Error("the events have an end");
+    }
+  }
+}
+
+const exits = new ExitWatch(
+  () => Bun.file(exitEvents()).stream().getReader(),
+  (error) =>
+    process.emitWarning(`ends of processes are not seen for a moment: ${errorChain(error).join(": ")}`),
+);
 
 /** Watches a process that is not our child. Undefined when it is gone. */
 export function adoptVmm(pid: number, startTimeTicks: string, stderrPath: string): VmmProcess | undefined {
@@ -219,22 +290,21 @@ export function adoptVmm(pid: number, startTimeTicks: string, stderrPath: string
   }
   const { promise, resolve } = Promise.withResolvers<VmExit>();
   const look = (): void => {
-    if (!looks.has(look) || processLives(pid, startTimeTicks)) return;
-    looks.delete(look);
+    if (!exits.has(look) || processLives(pid, startTimeTicks)) return;
+    exits.delete(look);
     closeSync(pidfd);
-    if (looks.size === 0) void exits?.cancel();
     // Only the parent is told the exit status.
     resolve({ exitCode: null, signal: null, stderrTail: readTail(stderrPath) });
   };
-  looks.add(look);
+  exits.add(look);
   try {
     watchExit(pidfd);
   } catch (error) {
-    looks.delete(look);
+    exits.delete(look);
     closeSync(pidfd);
     throw error;
   }
-  void lookAtExits();
+  exits.start();
   return {
     pid,
     startTimeTicks,
