@@ -101,12 +101,11 @@ function networkProblems({ network: { internal } }: RawConfig): Problem[] {
 }
 
 /** A burst comes on top of a rate. */
-function burstProblems(
-  table: string,
-  limit: Readonly<Record<string, unknown>>,
-  pairs: readonly (readonly [burst: string, sustained: string])[],
-): Problem[] {
-  if (limit.enabled !== true) return [];
+function burstProblems<
+  Table extends { readonly enabled: boolean },
+  Key extends Exclude<keyof Table & string, "enabled">,
+>(table: string, limit: Table, pairs: readonly (readonly [burst: Key, sustained: Key])[]): Problem[] {
+  if (!limit.enabled) return [];
   return pairs
     .filter(([burst, sustained]) => Number(limit[burst]) > 0 && Number(limit[sustained]) === 0)
     .map(([burst, sustained]) => ({
