@@ -9,6 +9,7 @@ const shim = bindShim({
   aenv_net_slot_create: { args: ["ptr", "ptr", "ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_slot_destroy: { args: ["ptr", "ptr", "u32"], returns: "i32" },
   aenv_net_slot_rates: { args: ["ptr", "ptr", "ptr"], returns: "i32" },
+  aenv_net_probe_rates: { args: [], returns: "i32" },
   aenv_net_tap_owner: { args: ["ptr", "u32"], returns: "i32" },
   aenv_net_rules: { args: ["ptr", "i32", "ptr", "u32"], returns: "i32" },
   aenv_net_forget_flows: { args: ["i32", "i32", "u32", "u32"], returns: "i32" },
@@ -124,7 +125,13 @@ export async function netSlotRates(
   await report(check(shim.aenv_net_slot_rates(cString(netnsPath), cString(hostDevice), packed), what), what);
 }
 
-/** Makes a slot's tap that of another user; `os_ebusy` while a process is attached to it. Does not block. */
+/** Throws where this kernel cannot limit a device as {@link netSlotRates} does; changes nothing. Does not block. */
+export async function netProbeRates(): Promise<void> {
+  const what = "limit a network device";
+  await report(check(shim.aenv_net_probe_rates(), what), what);
+}
+
+/** Makes a slot's tap that of another user; `os_ebusy` while a process is attached to it, `os_enodev` without it. Does not block. */
 export async function netTapOwner(netnsPath: string, uid: number): Promise<void> {
   const what = `give the tap of ${netnsPath} to user ${uid}`;
   await report(check(shim.aenv_net_tap_owner(cString(netnsPath), uid), what), what);

@@ -35,7 +35,7 @@
 /* How long to wait for one answer of the kernel; the rtnl lock may be held for a while under load. */
 #define ANSWER_TIMEOUT_SECONDS 20
 
-enum job_kind { JOB_CREATE, JOB_DESTROY, JOB_RULES, JOB_FORGET, JOB_RATES, JOB_OWNER };
+enum job_kind { JOB_CREATE, JOB_DESTROY, JOB_RULES, JOB_FORGET, JOB_RATES, JOB_PROBE_RATES, JOB_OWNER };
 
 struct job {
   enum job_kind kind;
@@ -247,6 +247,8 @@ static int add_neighbour(int fd, uint32_t index, uint32_t address, uint32_t mac_
 
 /* Makes the tap, or with `flags` 0 attaches to the one there is. */
 static int own_tap(short flags, uint32_t owner) {
+  /* A tap that is not there would be made. */
+  if (flags == 0 && if_nametoindex(TAP_IF) == 0) return -ENODEV;
   int fd = open("/dev/net/tun", O_RDWR | O_CLOEXEC);
   if (fd < 0) return -errno;
   struct ifreq request = {.ifr_flags = (short)(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | flags)};
@@ -274,8 +276,8 @@ static int limit_rate(int fd, uint32_t index, uint64_t rate, uint64_t burst) {
   body->tcm_parent = TC_H_ROOT;
   if (rate == 0) {
     int result = netlink_ask(fd, &request);
-    /* There is only the device's own, which cannot be deleted. */
-    return result == -ENOENT ? 0 : result;
+    /* There is only the device's own, which cannot be deleted; or a kernel that has none at all. */
+    return result == -ENOENT || result == -EOPNOTSUPP ? 0 : result;
   }
   attribute_text(&request, TCA_KIND, "tbf");
   struct rtattr *options = attribute(&request, TCA_OPTIONS, NULL, 0);
@@ -461,15 +463,15 @@ static int change_rules(struct job *job, struct aenv_net_report *report) {
   return result < 0 ? result : install_rules(job, report);
 }
 
-/* What one end of the pair sends, in the namespace where this is. */
+/* What a device (an end of the pair) sends, in the namespace where this is. */
 static int limit_end(const char *name, uint64_t rate, uint64_t burst, struct aenv_net_report *report) {
   uint32_t index = if_nametoindex(name);
-  if (index == 0) STEP("find an end of the veth pair", -ENODEV);
+  if (index == 0) STEP("find the device to limit", -ENODEV);
   int fd = netlink_open();
   STEP("open a netlink socket", fd < 0 ? fd : 0);
   int result = limit_rate(fd, index, rate, burst);
   close(fd);
-  STEP("limit the rate of the veth pair", result);
+  STEP("limit the rate of a device", result);
   return 0;
 }
 
@@ -478,6 +480,12 @@ static int change_rates(const struct job *job, struct aenv_net_report *report) {
   int result = limit_end(job->host_if, rates->receive, rates->receive_burst, report);
   if (result == 0) result = enter(job, report);
   return result < 0 ? result : limit_end(PEER_IF, rates->send, rates->send_burst, report);
+}
+
+/* In a namespace that is gone with this thread. */
+static int probe_rates(struct aenv_net_report *report) {
+  STEP("make a network namespace", unshare(CLONE_NEWNET) < 0 ? -errno : 0);
+  return limit_end("lo", 1 << 20, 0, report);
 }
 
 static int change_owner(const struct job *job, struct aenv_net_report *report) {
@@ -500,6 +508,7 @@ static int work(struct job *job, struct aenv_net_report *report) {
     case JOB_RULES: return change_rules(job, report);
     case JOB_FORGET: return forget_flows(job, report);
     case JOB_RATES: return change_rates(job, report);
+    case JOB_PROBE_RATES: return probe_rates(report);
     case JOB_OWNER: return change_owner(job, report);
   }
   return -EINVAL;
@@ -597,6 +606,12 @@ EXPORT int aenv_net_slot_rates(const char *ns_path, const char *host_if, const s
   if (job == NULL) return -ENOMEM;
   job->rates = *rates;
   return start(job, ns_path, host_if);
+}
+
+EXPORT int aenv_net_probe_rates(void) {
+  struct job *job = new_job(JOB_PROBE_RATES, NULL, 0);
+  if (job == NULL) return -ENOMEM;
+  return start(job, "", "");
 }
 
 EXPORT int aenv_net_tap_owner(const char *ns_path, uint32_t owner) {

@@ -67,8 +67,11 @@ struct aenv_net_rates {
  */
 int aenv_net_slot_rates(const char *ns_path, const char *host_if, const struct aenv_net_rates *rates);
 
+/* Limits a device in a namespace of its own, to see whether this kernel can. Returns like aenv_net_slot_create. */
+int aenv_net_probe_rates(void);
+
 /*
- * Makes the slot's tap that of another user; -EBUSY while a process is attached to it. Returns like
+ * Makes the slot's tap that of another user; -EBUSY while a process is attached to it, -ENODEV without it. Returns like
  * aenv_net_slot_create.
  */
 int aenv_net_tap_owner(const char *ns_path, uint32_t owner);

@@ -1,7 +1,8 @@
 import { constants } from "node:fs";
 import { access, readFile, writeFile } from "node:fs/promises";
+import { netProbeRates } from "../../ffi/netns.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
-import { AenvError } from "../lib/errors.ts";
+import { AenvError, errorChain } from "../lib/errors.ts";
 import { formatIpv4, parseIpv4 } from "../lib/ipv4.ts";
 
 const CAP_NET_ADMIN = 12n;
@@ -60,19 +61,16 @@ export async function requireHostSupport(): Promise<void> {
 
 /** Error `network_rates_unsupported` where the kernel has no token buckets for network devices. */
 export async function requireRateLimits(): Promise<void> {
-  // In a namespace that is gone with the command.
-  const bucket = ["tbf", "rate", "8mbit", "burst", "64kb", "limit", "64kb"];
-  const { exitCode, stderr } = await tryCommand([
-    ...["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root"],
-    ...bucket,
-  ]);
-  if (exitCode === 0) return;
-  throw new AenvError({
-    code: "network_rates_unsupported",
-    message: `machine.network_rate_limit is set, but network rates cannot be limited here: ${stderr.trim()}`,
-    remediation:
-      "use a kernel with the module sch_tbf (and tc of the package iproute2), or set enabled to false",
-  });
+  try {
+    await netProbeRates();
+  } catch (cause) {
+    throw new AenvError({
+      code: "network_rates_unsupported",
+      message: `machine.network_rate_limit is set, but network rates cannot be limited here: ${errorChain(cause).join(": ")}`,
+      remediation: "use a kernel with the module sch_tbf, or set enabled to false",
+      cause,
+    });
+  }
 }
 
 /** Turns IPv4 forwarding on; true when it was off. */

@@ -8,6 +8,7 @@ import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test
 import { existsSync, mkdtempSync, readdirSync, readlinkSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import pino from "pino";
 import { netTapOwner } from "../../ffi/netns.ts";
 import { eventually } from "../../tests/support/eventually.ts";
 import { attachGuest, buildTapCable, inside, makeInternet, run } from "../../tests/support/network-rig.ts";
@@ -614,6 +615,61 @@ describe("earlier and other processes", () => {
   });
 });
 
+test("a slot whose rates cannot be set is taken over nevertheless, and that is told with the cause", async () => {
+  await killed(OPTIONS, 1);
+  const netns = join(netnsDir, readlinkSync(join(netnsDir, "slot-10.11.0.0-1")));
+  inside(netns, "ip", "link", "set", "vpeer", "down");
+  inside(netns, "ip", "link", "set", "vpeer", "name", "other");
+  const lines: string[] = [];
+  await using service = createNetworkService(
+    OPTIONS,
+    pino({ level: "error" }, { write: (line) => void lines.push(line) }),
+  );
+  await service.start([{ index: 1 }]);
+  await using slot = await service.adopt(1);
+  expect(slot.index).toBe(1);
+  expect(lines).toHaveLength(1);
+  expect(lines[0]).toContain("the rates of a network slot that was taken over could not be set");
+  expect(lines[0]).toContain("find the device to limit: ENODEV");
+});
+
+test("a tap that is gone is not made by giving it an owner", async () => {
+  await using service = await startService();
+  await using slot = await service.acquire();
+  inside(slot.netnsPath, "ip", "link", "delete", "tap0");
+  expect((await failure(netTapOwner(slot.netnsPath, 0))).code).toBe("os_enodev");
+  expect(inside(slot.netnsPath, "ip", "-brief", "link")).not.toContain("tap0");
+});
+
+/** A library whose answers to requests for queueing disciplines are those of a kernel without (CONFIG_NET_SCHED). */
+function kernelWithoutQueues(): string {
+  const library = join(root, "no-queues.so");
+  const source = `
+    #define _GNU_SOURCE
+    #include <errno.h>
+    #include <linux/rtnetlink.h>
+    #include <stddef.h>
+    #include <sys/socket.h>
+    ssize_t recv(int fd, void *buffer, size_t bytes, int flags) {
+      ssize_t got = recvfrom(fd, buffer, bytes, flags, NULL, NULL);
+      int family = 0;
+      socklen_t size = sizeof family;
+      if (got < (ssize_t)NLMSG_LENGTH(sizeof(struct nlmsgerr)) ||
+          getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) < 0 || family != AF_NETLINK) return got;
+      struct nlmsghdr *header = buffer;
+      struct nlmsgerr *answer = NLMSG_DATA(header);
+      if (header->nlmsg_type == NLMSG_ERROR &&
+          (answer->msg.nlmsg_type == RTM_NEWQDISC || answer->msg.nlmsg_type == RTM_DELQDISC))
+        answer->error = -EOPNOTSUPP;
+      return got;
+    }`;
+  const made = Bun.spawnSync(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", library], {
+    stdin: Buffer.from(source),
+  });
+  if (made.exitCode !== 0) throw new Error(made.stderr.toString());
+  return library;
+}
+
 describe("a host that lacks something", () => {
   function startUnder(argv: string[], env: Record<string, string> = {}): string {
     const program = `
@@ -621,7 +677,12 @@ describe("a host that lacks something", () => {
       import { createLogger } from ${JSON.stringify(join(import.meta.dir, "../lib/log.ts"))};
       const options = { ...${JSON.stringify(OPTIONS)}, rates: JSON.parse(process.env.RATES ?? "null") ?? undefined };
       const service = createNetworkService(options, createLogger("x"));
-      try { await service.start([]); console.log("started"); }
+      try {
+        await service.start([]);
+        await (await service.acquire())[Symbol.asyncDispose]();
+        await service[Symbol.asyncDispose]();
+        console.log("started");
+      }
       catch (error) { console.log(error.code, error.message, "CURE", error.remediation); }
       process.exit(0);
     `;
@@ -641,10 +702,18 @@ describe("a host that lacks something", () => {
     expect(startUnder(["unshare", "--mount", ...hideTun])).toMatch(
       /^network_tun_missing .* CURE .*modprobe tun/,
     );
-    const hideTc = ["sh", "-c", 'mount --bind /bin/false "$(command -v tc)" && exec "$@"', "sh"];
-    const rates = { receiveBytesPerSec: 1e6, receiveBurstBytes: 0, sendBytesPerSec: 0, sendBurstBytes: 0 };
-    expect(startUnder(["unshare", "--mount", ...hideTc], { RATES: JSON.stringify(rates) })).toMatch(
-      /^network_rates_unsupported .* CURE .*sch_tbf/,
+    const env = (rate: number) => {
+      const rates = { receiveBytesPerSec: rate, receiveBurstBytes: 0, sendBytesPerSec: 0, sendBurstBytes: 0 };
+      return { RATES: JSON.stringify(rates) };
+    };
+    const LD_PRELOAD = kernelWithoutQueues();
+    expect(startUnder([], { ...env(1e6), LD_PRELOAD })).toMatch(
+      /^network_rates_unsupported .*EOPNOTSUPP.* CURE .*sch_tbf/,
     );
+    // Without a rate nothing of it is needed, ...
+    expect(startUnder([], { ...env(0), LD_PRELOAD })).toEndWith("started\n");
+    // ... and the program tc never.
+    const hideTc = ["sh", "-c", 'mount --bind /bin/false "$(command -v tc)" && exec "$@"', "sh"];
+    if (rated) expect(startUnder(["unshare", "--mount", ...hideTc], env(1e6))).toEndWith("started\n");
   });
 });

@@ -154,7 +154,9 @@ class Service implements NetworkService {
     if (this.#state !== "new") throw new Error(`the network service is ${this.#state}`);
     const kept = new Map(keep.map((slot) => [slot.index, this.#keptPolicy(slot)]));
     await requireHostSupport();
-    if (this.#options.rates !== undefined) await requireRateLimits();
+    const { rates } = this.#options;
+    if (rates !== undefined && (rates.receiveBytesPerSec > 0 || rates.sendBytesPerSec > 0))
+      await requireRateLimits();
     await using undo = new AsyncDisposableStack();
     for (const cidr of [this.#plan.hostInteraction, this.#plan.veth]) {
       undo.use(await lockPool(formatIpv4(cidr.base)));
@@ -481,11 +483,17 @@ class Service implements NetworkService {
       await netNamespaceRules(state.netnsPath, this.#namespaceRules(addresses));
       // The server before may have been killed in the midst of a capture.
       await letDeviceGo(state.netnsPath);
-      await this.#limit(addresses, state.netnsPath);
     } catch (error) {
       this.#slots.set(index, "adoptable");
       throw error;
     }
+    // They share a link out fairly and fence nothing in: no reason to end a guest that runs.
+    await this.#limit(addresses, state.netnsPath).catch((error: unknown) =>
+      this.#log.error(
+        { err: error, slot: index },
+        "the rates of a network slot that was taken over could not be set: the sandbox runs on, with those it had or none",
+      ),
+    );
     return this.#slotObject(state);
   }
 

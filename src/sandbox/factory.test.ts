@@ -607,8 +607,13 @@ describe("adoption by another process", () => {
     const first = await factory.boot(boot);
     const next = open();
     const device = (await blockClient.list())[0]!;
-    await blockClient.release(device.deviceId);
     await next.survivors();
+    world.fail.slot = "rules: EPERM";
+    await expect(next.adopt(boot.identity)).rejects.toThrow(
+      "its network slot cannot be taken over: rules: EPERM",
+    );
+    world.fail = {};
+    await blockClient.release(device.deviceId);
     await expect(next.adopt(boot.identity)).rejects.toThrow("the block daemon has no device");
     world.vms.splice(0);
     await expect(next.adopt(boot.identity)).rejects.toThrow("its VM has ended");

@@ -502,7 +502,7 @@ class Factory implements SandboxFactory {
       devices.push(device);
     }
     const slot = await network.adopt(slotIndex).catch((error: unknown) => {
-      throw lost("its network slot is gone", error);
+      throw lost(`its network slot cannot be taken over: ${errorChain(error).join(": ")}`, error);
     });
     this.#kept.delete(sandboxId);
     const undo = new AsyncDisposableStack();

@@ -50,6 +50,7 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
   });
   const path = (flag: string | undefined, configured: string | undefined) =>
     flag === undefined ? configured : resolve(flag);
+  const { networkRateLimit } = config.machine;
   return {
     home: config.homePath,
     runtimePath: config.runtimePath,
@@ -60,6 +61,8 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
     vmm: config.vmm,
     mode: config.virtualizationMode,
     diskExport: config.ublk.export,
-    networkRates: config.machine.networkRateLimit.enabled,
+    networkRates:
+      networkRateLimit.enabled &&
+      (networkRateLimit.receiveBytesPerSec > 0 || networkRateLimit.sendBytesPerSec > 0),
   };
 }
