@@ -267,6 +267,12 @@ describe("a restack that fails at any step", () => {
       expect(Bun.spawnSync(["mount", "-t", "tmpfs", "none", path]).success).toBe(true);
       expect(hostDisk.createNote(`${path}/note`, "[]")).toBe(true);
       expect(hostDisk.readNote(`${path}/note`)).toBe("[]");
+      // Small ones of a full disk: the reason, and not the text.
+      expect(Bun.spawnSync(["mount", "-t", "tmpfs", "-o", "nr_inodes=2", "none", path]).success).toBe(true);
+      expect(hostDisk.createNote(`${path}/one`, "[1]")).toBe(true);
+      const full = () => hostDisk.createNote(`${path}/two`, "[2]");
+      expect(full).toThrow("no space left");
+      expect(full).not.toThrow("[2]");
     } finally {
       while (Bun.spawnSync(["umount", path]).success);
     }

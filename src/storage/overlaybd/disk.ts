@@ -14,6 +14,7 @@ import {
 import { dirname } from "node:path";
 import * as io from "../../../ffi/io.ts";
 import { errorCode } from "../../lib/durable.ts";
+import { AenvError } from "../../lib/errors.ts";
 import type { SyncTarget } from "./types.ts";
 
 /**
@@ -111,9 +112,16 @@ export function createLink(file: string, text: string): boolean {
     symlinkSync(text, file);
     return true;
   } catch (error) {
-    const refused = ["ENAMETOOLONG", "EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS"];
-    if (refused.includes(errorCode(error) ?? "")) return false;
-    throw error;
+    const code = errorCode(error) ?? "";
+    if (["ENAMETOOLONG", "EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS"].includes(code)) return false;
+    // The runtime's own words have the whole text in them.
+    if (code !== "ENOSPC" && code !== "EDQUOT") throw error;
+    throw new AenvError({
+      code: "disk_full",
+      status: 507,
+      message: `${file} cannot be made: no space left (${code})`,
+      remediation: "free space on that file system, and try again",
+    });
   }
 }
 

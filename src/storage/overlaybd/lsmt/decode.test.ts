@@ -17,6 +17,7 @@ import {
   FLAG_DATA,
   type LsmtBlock,
   MAX_MAPPING_SECTORS,
+  MAX_MAPPINGS,
 } from "./format.ts";
 import { readLayerIndex, readMergedIndex } from "./layer.ts";
 
@@ -201,6 +202,12 @@ test("what is no valid mapping is refused", () => {
       else expect(read(padding), what).toThrow(`at byte ${100 * 512 + 16}`);
     }
   }
+});
+
+test("layers with too many mappings together are refused, and nothing is taken for them", () => {
+  const { source, trailer } = layerOf(new Uint32Array(0), 100);
+  const large = { source, trailer: { ...trailer, indexSize: MAX_MAPPINGS / 2 + 1 } };
+  expect(() => readMergedIndex([large, large])).toThrow(`at most ${MAX_MAPPINGS}`);
 });
 
 test("a mapping that is refused far into an index is named by its place", () => {

@@ -110,9 +110,16 @@ function readIndexes(
 ): FlatIndex {
   let total = 0;
   let most = 0;
-  for (const { trailer } of layers) {
+  for (const { source, trailer } of layers) {
     total += trailer.indexSize;
     most = Math.max(most, trailer.indexSize);
+    if (total > MAX_MAPPINGS) {
+      throw invalidLayer(
+        source.name,
+        trailer.indexOffsetBytes,
+        `${total} mappings with the layers below, at most ${MAX_MAPPINGS} are allowed`,
+      );
+    }
   }
   if (total === 0) return EMPTY_INDEX;
   const entries = Math.min(most, atOnce);

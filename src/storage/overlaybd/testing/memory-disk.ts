@@ -1,6 +1,9 @@
 import { AenvError } from "../../../lib/errors.ts";
 import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
 
+/** Disks so far: what is cached of a file is not another disk's. */
+let disks = 0;
+
 /** Bytes of a file in memory; `length` of them are the file. */
 export interface MemoryContent {
   bytes: Uint8Array;
@@ -12,6 +15,7 @@ export interface MemoryContent {
  * buffer and, unless it may end with the file (`strict` false, as for a file being written), in the file.
  */
 export class MemoryDisk implements Disk {
+  readonly #serial = ++disks;
   readonly files = new Map<string, MemoryContent>();
   strict = false;
   reads = 0;
@@ -93,7 +97,7 @@ export class MemoryDisk implements Disk {
   }
 
   identityOf(file: string): string {
-    return `${file}:${this.#version}`;
+    return `${this.#serial}:${file}:${this.#version}`;
   }
 
   #file(name: string, content: MemoryContent, writable: boolean): DiskFile {

@@ -14,6 +14,7 @@ import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
  * - A killed process loses nothing of this: but the call it died in may be half done.
  */
 const SECTOR = 512;
+let disks = 0;
 /** Block that a hole is looked for in. */
 const BLOCK = 4096;
 
@@ -116,6 +117,7 @@ export class SimDisk implements Disk {
   #left = Number.POSITIVE_INFINITY;
   #random: Random;
   readonly #noteLimit: number;
+  readonly #serial = ++disks;
   /** Changes and syncs so far. */
   operations = 0;
 
@@ -322,7 +324,8 @@ export class SimDisk implements Disk {
   }
 
   identityOf(file: string): string {
-    return `${file}:${this.#inode(file).size}:${this.operations}`;
+    // Blocks of files are cached by this, also while another disk of another seed is simulated.
+    return `${this.#serial}:${file}:${this.#inode(file).size}:${this.operations}`;
   }
 
   #file(name: string, inode: Inode, writable: boolean): DiskFile {
