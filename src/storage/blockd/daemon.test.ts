@@ -33,6 +33,7 @@ import {
   startBlockd,
   superviseBlockd,
 } from "./index.ts";
+import { BLOCKD_RUNNING_STATUS } from "./protocol.ts";
 import { fileStem } from "./table.ts";
 
 setDefaultTimeout(60_000);
@@ -979,7 +980,7 @@ describe("life and death", () => {
     await expectIo(info, "read -P 5 0 1M");
     // Another one for the same place is refused and harms nothing.
     const third = run();
-    expect(await third.exited).toBe(1);
+    expect(await third.exited).toBe(BLOCKD_RUNNING_STATUS);
     expect((await client.stats()).pid).toBe(second.pid);
     await client.shutdown();
     expect(await second.exited).toBe(0);
@@ -1080,6 +1081,35 @@ describe("life and death", () => {
     await expectIo(device, "read -P 6 0 1M", "read -P 8 1M 1M");
     await killed[Symbol.asyncDispose]();
     await end(third);
+  });
+
+  test("a device made with the image of before its restack is told and keeps that of after", async () => {
+    const options = optionsFor("stale");
+    const dir = join(root, "disks");
+    const daemon = await supervise(options);
+    const { client } = daemon;
+    const info = await createBlank(client, "stale");
+    await expectIo(info, "write -P 6 0 1M");
+    const [sealed, fresh] = [join(dir, "stale.layer"), upperIn(dir)];
+    await client.restack("stale", sealed, fresh);
+    await client.release("stale");
+    const again = await client.create({
+      deviceId: "stale",
+      image: info.image,
+      readOnly: false,
+      exportKind: "nbd",
+    });
+    expect(again.image.lowers.map((lower) => lower.file)).toEqual([sealed]);
+    expect(again.image.upper).toMatchObject(fresh);
+    await expectIo(again, "read -P 6 0 1M", "write -P 7 1M 1M");
+    const next = { sealed: join(dir, "stale-2.layer"), fresh: upperIn(dir) };
+    await client.restack("stale", next.sealed, next.fresh);
+    const { image } = (await client.get("stale"))!;
+    expect(image.lowers.map((lower) => lower.file)).toEqual([sealed, next.sealed]);
+    await client.release("stale");
+    const last = await client.create({ deviceId: "stale", image, readOnly: false, exportKind: "nbd" });
+    await expectIo(last, "read -P 6 0 1M", "read -P 7 1M 1M");
+    await end(daemon);
   });
 
   test("a lost upper is reported and never replaced by an empty one; a torn record harms no other device", async () => {

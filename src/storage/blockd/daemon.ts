@@ -13,6 +13,7 @@ import { serveMetrics } from "./metrics.ts";
 import {
   BLOCKD_MAX_MESSAGE_BYTES,
   BLOCKD_PROTOCOL_VERSION,
+  BLOCKD_RUNNING_STATUS,
   type BlockdError,
   type BlockdRequestMessage,
   type BlockdResponseMessage,
@@ -489,6 +490,7 @@ export async function runDaemon(argv: string[]): Promise<number> {
     const remediation =
       error instanceof AenvError && error.remediation !== undefined ? `; ${error.remediation}` : "";
     log.fatal({ err: error }, `block daemon cannot run: ${errorChain(error).join(": ")}${remediation}`);
+    if (error instanceof AenvError && error.code === "blockd_running") code = BLOCKD_RUNNING_STATUS;
   }
   // Nothing is left to wait for: timers and half-dead workers must not keep the process.
   process.exit(code);

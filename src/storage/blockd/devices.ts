@@ -153,7 +153,16 @@ export class Devices {
       };
       this.#creating.add(entry);
       try {
-        await this.#open(entry, false);
+        const { lowers, upper } = await this.#open(entry, false);
+        if (
+          !spec.readOnly &&
+          !sameValue({ lowers, upper }, { lowers: spec.image.lowers, upper: spec.image.upper })
+        ) {
+          // The caller's image is from before a restack that the files have behind them.
+          const image = { ...spec.image, lowers, ...(upper === undefined ? {} : { upper }) };
+          entry.record = { ...entry.record, image };
+          this.#reclaim(deviceId, upperPaths(image));
+        }
         await this.#table.save(entry.record);
       } catch (error) {
         await this.#abandon(entry);

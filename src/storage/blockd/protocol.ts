@@ -6,6 +6,8 @@ import type { ImageConfig, LayerRef, UpperRef } from "../overlaybd/types.ts";
  * Requests carry an id and may be answered in any order.
  */
 export const BLOCKD_PROTOCOL_VERSION = 1;
+/** Exit status of a daemon that finds another one for the same directory or socket, which may be starting (EX_TEMPFAIL). */
+export const BLOCKD_RUNNING_STATUS = 75;
 export const BLOCKD_MAX_MESSAGE_BYTES = 1 << 20;
 
 export type ExportKind = "nbd" | "ublk";

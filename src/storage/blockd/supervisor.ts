@@ -3,7 +3,7 @@ import { dirname } from "node:path";
 import { AenvError } from "../../lib/errors.ts";
 import type { Logger } from "../../lib/log.ts";
 import { BlockdConnection, connectBlockd, unavailable } from "./client.ts";
-import type { BlockClient, BlockdSupervisorOptions } from "./protocol.ts";
+import { BLOCKD_RUNNING_STATUS, type BlockClient, type BlockdSupervisorOptions } from "./protocol.ts";
 
 /** A daemon that lives is given this long: on a host that swaps or is emulated its first answer takes many seconds. */
 const START_TIMEOUT_MS = 60_000;
@@ -80,17 +80,17 @@ async function startDaemon(
   const startedMs = performance.now();
   let told = false;
   for (;;) {
-    // Asked before the attempt: of two daemons started at once one ends, and the other answers.
+    // Asked before the attempt: of two daemons started at once one ends, and the other answers, maybe a moment later.
     const ended = child.exitCode ?? child.signalCode;
     try {
       return await BlockdConnection.open(socketPath, HELLO_TIMEOUT_MS);
     } catch (error) {
       if (!(error instanceof AenvError && error.code === "blockd_unavailable")) throw error;
-      if (ended !== null) {
+      const waitedMs = performance.now() - startedMs;
+      if (ended !== null && !(ended === BLOCKD_RUNNING_STATUS && waitedMs < CALL_PATIENCE_MS)) {
         throw unavailable(socketPath, `ended at once (${ended}): ${logTail(logPath, logStart)}`, error);
       }
       if (stopped.aborted) throw unavailable(socketPath, "is not waited for any more", error);
-      const waitedMs = performance.now() - startedMs;
       if (waitedMs > SLOW_START_MS && !told) {
         told = true;
         log.warn(
