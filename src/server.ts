@@ -20,7 +20,12 @@ import { selfCommand } from "./lib/self.ts";
 import { createMemoryService } from "./memory/index.ts";
 import { createNetworkService } from "./network/index.ts";
 import { createObserver } from "./observability/index.ts";
-import { createOrchestrator, hasTokenProtectedSandboxes, lockHome } from "./orchestrator/index.ts";
+import {
+  createOrchestrator,
+  hasTokenProtectedSandboxes,
+  lockHome,
+  lockRuntime,
+} from "./orchestrator/index.ts";
 import { requireFreeAddress, startFront } from "./proxy/index.ts";
 import { consoleLogPath, createSandboxFactory, createVmPool } from "./sandbox/index.ts";
 import { requireHost, resolveRuntime } from "./setup/index.ts";
@@ -101,6 +106,7 @@ async function startNode(config: NodeConfig, log: Logger) {
   await makeDirDurable(home);
   await mkdir(config.runtimePath, { recursive: true });
   stack.use(lockHome(home));
+  stack.use(lockRuntime(config.runtimePath));
   const listen = parseListenAddress(config.server.listen)!;
   requireFreeAddress(listen.hostname, listen.port);
 
@@ -456,6 +462,18 @@ export async function serveMain(argv: string[]): Promise<number> {
   }
   const started = performance.now();
   const log = createLogger("agentenv");
+  // From the first moment on: a server that is ended while it starts takes away what it has made so far, too.
+  const stop = Promise.withResolvers<"stop" | "leave">();
+  for (const signal of ["SIGINT", "SIGTERM"] as const) {
+    process.on(signal, () => {
+      log.info({ signal }, "stopping: running sandboxes are paused and stored");
+      stop.resolve("stop");
+    });
+  }
+  process.on("SIGUSR2", () => {
+    log.info({ signal: "SIGUSR2" }, "leaving: running sandboxes go on, the next server takes them over");
+    stop.resolve("leave");
+  });
   let node: Awaited<ReturnType<typeof startNode>>;
   try {
     const config = loadServerConfig({
@@ -476,17 +494,6 @@ export async function serveMain(argv: string[]): Promise<number> {
     "serving",
   );
 
-  const stop = Promise.withResolvers<"stop" | "leave">();
-  for (const signal of ["SIGINT", "SIGTERM"] as const) {
-    process.on(signal, () => {
-      log.info({ signal }, "stopping: running sandboxes are paused and stored");
-      stop.resolve("stop");
-    });
-  }
-  process.on("SIGUSR2", () => {
-    log.info({ signal: "SIGUSR2" }, "leaving: running sandboxes go on, the next server takes them over");
-    stop.resolve("leave");
-  });
   process.on("uncaughtException", (error) => log.error({ err: error }, "uncaught exception"));
   process.on("unhandledRejection", (error) => log.error({ err: error }, "unhandled rejection"));
   const ending = await stop.promise;

@@ -9,7 +9,7 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
-import { createOrchestrator, lockHome } from "./index.ts";
+import { createOrchestrator, lockHome, lockRuntime } from "./index.ts";
 import type { NodeOrchestrator } from "./types.ts";
 
 let base: string;
@@ -633,5 +633,7 @@ describe("shutdown and home", () => {
     child.kill("SIGKILL");
     await child.exited;
     lockHome(home)[Symbol.dispose]();
+    using _ = lockRuntime(home);
+    expect(() => lockRuntime(home)).toThrow(`${home} is in use by another server (process ${process.pid})`);
   });
 });

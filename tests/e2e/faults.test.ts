@@ -165,6 +165,42 @@ describe("the host", () => {
     expect(stderr).toContain(String(server.pid));
   }, 60_000);
 
+  test("a second server in one runtime directory is told who has it, and takes nothing of the first's", async () => {
+    const before = await hostObjects(server);
+    const other = await TestServer.create();
+    const { exitCode, stderr } = await serve({ ...other.environment, AENV_RUNTIME_PATH: server.runtime });
+    expect(exitCode).toBe(1);
+    expect(stderr).toContain(server.runtime);
+    expect(stderr).toContain(String(server.pid));
+    expect(stderr).toContain("AENV_RUNTIME_PATH");
+    expect((await hostObjects(server)).toSorted()).toEqual(before.toSorted());
+    await other[Symbol.asyncDispose]();
+  }, 60_000);
+
+  test.each(["made an API key", "block daemon started"])(
+    "a server that is told to end while it starts leaves nothing (after: %s)",
+    async (line) => {
+      await using other = await TestServer.create();
+      const child = Bun.spawn([EXECUTABLE, "serve"], {
+        env: other.environment,
+        cwd: "/tmp",
+        stdin: "ignore",
+        stdout: "ignore",
+        stderr: "pipe",
+        timeout: 60_000,
+      });
+      let log = "";
+      for await (const bytes of child.stderr) {
+        const told = log.includes(line);
+        log += new TextDecoder().decode(bytes);
+        if (!told && log.includes(line)) child.kill("SIGTERM");
+      }
+      expect(await child.exited, log).toBe(0);
+      await eventually("nothing is left", async () => (await hostObjects(other)).length === 0);
+    },
+    90_000,
+  );
+
   test("a port in use is named with the cure, and nothing is left of the attempt", async () => {
     const other = await TestServer.create();
     const { exitCode, stderr } = await serve({
