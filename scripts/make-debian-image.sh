@@ -12,6 +12,8 @@ bun=.tools/bin/bun
 command -v mmdebstrap >/dev/null || die "mmdebstrap is not installed: apt-get install mmdebstrap"
 
 mkdir -p "$dir"; dir=$(cd "$dir" && pwd)
+# One at a time: the second finds what the first has made.
+exec 9> "$dir/.lock"; flock 9
 work=$(mktemp -d "$dir/.work-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
@@ -43,4 +45,5 @@ else
   echo "$made_of" > "$dir/made-of"
   echo "  image                  made in $((SECONDS - start)) s"
 fi
+exec 9>&-
 [[ -z $reference ]] || $bun scripts/oci-image.ts push "$dir" "$reference"

@@ -96,9 +96,19 @@ if ((${#agent[@]})); then
   else failed=$((failed + 1)); echo "build of the agent with sanitizers" > "$work/san.failures"; fi
 fi
 for file in "${rig[@]}"; do [[ $file == */sandbox.test.ts ]] || rig_part "$file" suite_behind; done
+# What tests of servers start with; if it cannot be had they say so.
+if ((${#e2e[@]})); then
+  scripts/make-debian-image.sh .aenv/image > "$work/image.log" 2>&1 &
+  behind[image]=$!
+fi
 ((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timings=tests/timings.json --timeout 30000 "${unit[@]/#/./}"
 [[ -z ${behind["agent under sanitizers"]:-} ]] || report "agent under sanitizers"
 ((${#fuzz[@]} == 0)) || suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
+if ((${#e2e[@]})); then
+  wait "${behind[image]}"
+  unset "behind[image]"
+  cat "$work/image.log"
+fi
 ((${#e2e[@]} == 0)) || suite e2e 1200 --parallel=2 --timings=tests/timings.json --timeout 180000 "${e2e[@]/#/./}"
 
 parts=()
