@@ -53,8 +53,10 @@ const OPTIONS: NetworkServiceOptions = {
 const netnsDir = join(OPTIONS.runtimeDir, "netns");
 
 /** What a TCP client in `netns` (undefined: the host) is answered, or why it got no answer. */
-function connect(netns: string | undefined, address: string, port: number): string {
-  const client = ["timeout", "1", "bash", "-c", 'exec 3<>"/dev/tcp/$0/$1" && cat <&3', address, String(port)];
+/** `patience`: seconds without an answer that are none. */
+function connect(netns: string | undefined, address: string, port: number, patience = 15): string {
+  const script = 'exec 3<>"/dev/tcp/$0/$1" && cat <&3';
+  const client = ["timeout", String(patience), "bash", "-c", script, address, String(port)];
   const result = Bun.spawnSync(netns === undefined ? client : ["nsenter", `--net=${netns}`, ...client]);
   if (result.exitCode === 0) return result.stdout.toString();
   const said = result.stderr.toString();
@@ -358,7 +360,7 @@ describe("packets", () => {
     await using guest = await attachGuest(root, slot);
     await using server = await startServer(guest.netns, "80");
     inside(internet, "ip", "route", "add", "10.11.0.0/16", "via", HOST_WAN);
-    expect(connect(internet, slot.hostAddress, 80)).toBe("no answer");
+    expect(connect(internet, slot.hostAddress, 80, 1)).toBe("no answer");
     inside(internet, "ip", "route", "del", "10.11.0.0/16");
     expect(server.seen).toEqual([]);
   });
