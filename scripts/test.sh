@@ -52,7 +52,7 @@ count() { # name, status
 # A suite beside others, for what they leave of the processors; its report follows theirs.
 suite_behind() { # the arguments of `suite`
   local name=$1 limit=$2; shift 2
-  timeout --kill-after=20 "$limit" nice -n 5 "${runner[@]}" bun test "$@" > "$work/$name.log" 2>&1 &
+  timeout --kill-after=20 "$limit" nice -n "${behind_nice:-5}" "${runner[@]}" bun test "$@" > "$work/$name.log" 2>&1 &
   behind[$name]=$!
 }
 report() { # name
@@ -103,7 +103,7 @@ if ((${#e2e[@]})); then
 fi
 ((${#unit[@]} == 0)) || suite unit 900 --parallel=2 --timings=tests/timings.json --timeout 30000 "${unit[@]/#/./}"
 [[ -z ${behind["agent under sanitizers"]:-} ]] || report "agent under sanitizers"
-((${#fuzz[@]} == 0)) || suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
+((${#fuzz[@]} == 0)) || behind_nice=10 suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
 if ((${#e2e[@]})); then
   wait "${behind[image]}"
   unset "behind[image]"
