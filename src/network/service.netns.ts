@@ -509,17 +509,18 @@ describe.skipIf(!rated)("rates", () => {
     const received = () => bucketOf(undefined, `veth-${slot.index}`)!;
     const sent = () => bucketOf(slot.netnsPath, "vpeer")!;
     expect([received().options.rate, sent().options.rate]).toEqual([500, 1000]);
-    await sendFromHost(slot.hostAddress);
-    sendFromGuest(guest.netns, INTERNET);
+    const buckets = [
+      { read: received, bytes: 64 << 10 },
+      { read: sent, bytes: 101_000 },
+    ];
+    // The guest's cable takes its time, and what waits for the first answer of a neighbour may be lost.
+    await eventually("both are used up, and more was sent", async () => {
+      await sendFromHost(slot.hostAddress);
+      sendFromGuest(guest.netns, INTERNET);
+      return buckets.every(({ read, bytes }) => read().bytes > bytes - 2000 && read().drops > 50);
+    });
     // A bucket at once, and what these rates let through while this ran; a queue waits.
-    for (const [{ bytes, drops }, bucket] of [
-      [received(), 64 << 10],
-      [sent(), 101_000],
-    ] as const) {
-      expect(bytes).toBeGreaterThan(bucket - 2000);
-      expect(bytes).toBeLessThan(bucket + 20_000);
-      expect(drops).toBeGreaterThan(50);
-    }
+    for (const { read, bytes } of buckets) expect(read().bytes).toBeLessThan(bytes + 40_000);
   });
 
   test("of a slot that is taken over are the new server's", async () => {
