@@ -1,6 +1,6 @@
 import { mkdir, open, readdir } from "node:fs/promises";
 import { join } from "node:path";
-import { setImmediate as nextTurn } from "node:timers/promises";
+import { nextTurn } from "../lib/turn.ts";
 import { createLayerWriter, type LayerRef, openStack, type UpperRef } from "../storage/overlaybd/index.ts";
 
 const PIECE_BYTES = 1 << 20;

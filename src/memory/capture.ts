@@ -13,11 +13,11 @@ import {
 import { AenvError, assert } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import type { Logger } from "../lib/log.ts";
+import { pacer } from "../lib/turn.ts";
 import { createLayerWriter, type LayerWriter, openStack } from "../storage/overlaybd/index.ts";
 import type { VmReference } from "../vmm/types.ts";
 import { chainKeys, keyOfFlatName } from "./chain.ts";
 import { findMemory, type MemoryMapping } from "./mappings.ts";
-import { pacer } from "./pace.ts";
 import type { CaptureResult, MemoryImage } from "./types.ts";
 
 /** What is read, compared and written at a time. */

@@ -15,9 +15,9 @@ import { punchHole, pwrite, truncate } from "../../ffi/io.ts";
 import { cloneFile, copySparse } from "../../ffi/sparse.ts";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
+import { pacer } from "../lib/turn.ts";
 import { openStack } from "../storage/overlaybd/index.ts";
 import { chainKeys, flatName, keyOfFlatName } from "./chain.ts";
-import { pacer } from "./pace.ts";
 import type { MemoryImage, MemoryLease } from "./types.ts";
 
 /**
