@@ -1,5 +1,7 @@
-import type { ImageService } from "../image/types.ts";
+import type { ImageService, ResolvedImage } from "../image/types.ts";
 import { AenvError } from "../lib/errors.ts";
+import type { AttachedDrive } from "../sandbox/types.ts";
+import type { PlannedDrive } from "./drives.ts";
 
 /** What sandboxes that boot from an image, without a template, are made with. */
 export interface ColdStartOptions {
@@ -14,6 +16,7 @@ export interface ColdStartOptions {
   readonly allowedBootArgsPrefixes: readonly string[];
 }
 
+const MIB = 1024 * 1024;
 const BOOT_WORD = /^[0-9A-Za-z_\-./+=]+$/;
 
 /**
@@ -48,7 +51,7 @@ export function coldDiskSize(wanted: number | undefined, options: ColdStartOptio
 }
 
 /** An image whose disk cannot be made in the size that was asked for. */
-export function fixedDiskSize(reference: string, sizeBytes: number): AenvError {
+function fixedDiskSize(reference: string, sizeBytes: number): AenvError {
   return new AenvError({
     code: "disk_size_fixed",
     status: 400,
@@ -63,4 +66,46 @@ export function coldStartOff(): AenvError {
     status: 400,
     message: "this server starts sandboxes from templates only",
   });
+}
+
+/** The disks of a sandbox without a template, found and held until this is disposed. */
+export interface ColdDisks extends Disposable {
+  readonly root: ResolvedImage;
+  readonly drives: readonly AttachedDrive[];
+  /** Content-addressed files of all of them. */
+  readonly files: readonly string[];
+}
+
+/**
+ * Finds the images of a root disk and attached drives, downloading what is missing. Error `disk_size_fixed` 400 for a
+ * disk that cannot have the size asked for.
+ */
+export async function coldDisks(
+  request: {
+    readonly image: string;
+    readonly diskSizeMiB: number | undefined;
+    readonly drives: readonly PlannedDrive[];
+  },
+  options: ColdStartOptions,
+  signal: AbortSignal,
+): Promise<ColdDisks> {
+  using held = new DisposableStack();
+  const files: string[] = [];
+  const disk = async (reference: string, wanted: number | undefined): Promise<ResolvedImage> => {
+    const virtualSizeBytes = coldDiskSize(wanted, options) * MIB;
+    const found = await options.images.resolve(reference, { virtualSizeBytes, signal });
+    const own = found.lowers.map(({ file }) => file);
+    held.use(options.images.hold(own));
+    files.push(...own);
+    if (wanted === undefined || found.virtualSizeBytes === virtualSizeBytes) return found;
+    throw fixedDiskSize(reference, found.virtualSizeBytes);
+  };
+  const root = await disk(request.image, request.diskSizeMiB);
+  const drives: AttachedDrive[] = [];
+  for (const { image, diskSizeMiB, ...drive } of request.drives) {
+    const { lowers, virtualSizeBytes } = await disk(image, diskSizeMiB);
+    drives.push({ ...drive, lowers, virtualSizeBytes });
+  }
+  const kept = held.move();
+  return { root, drives, files, [Symbol.dispose]: () => kept[Symbol.dispose]() };
 }

@@ -9,7 +9,6 @@ import { deriveEnvdToken, deriveTrafficToken } from "../lib/tokens.ts";
 import { type EgressPolicy, parseEgressPolicy } from "../network/index.ts";
 import type { SlotPolicyReport } from "../network/types.ts";
 import type {
-  AttachedDrive,
   Capture,
   CapturedState,
   GuestIdentity,
@@ -17,21 +16,28 @@ import type {
   RunningSandbox,
   SandboxFactory,
 } from "../sandbox/types.ts";
-import { contextOfImage, formatName, parseAlias, parseName, pinnedReference } from "../snapshot/index.ts";
+import { contextOfImage, pinnedReference } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
-import type { VmExit } from "../vmm/types.ts";
-import { Capacity, type CapacityLimits, type Seat } from "./capacity.ts";
-import {
-  allowedBootWords,
-  type ColdStartOptions,
-  coldDiskSize,
-  coldStartOff,
-  fixedDiskSize,
-} from "./cold.ts";
+import { Capacity, type CapacityLimits } from "./capacity.ts";
+import { allowedBootWords, type ColdStartOptions, coldDiskSize, coldDisks, coldStartOff } from "./cold.ts";
 import { plannedDrives } from "./drives.ts";
+import {
+  type Entry,
+  type Instance,
+  isoTime,
+  move,
+  newEntry,
+  operate,
+  Patience,
+  startupOf,
+  track,
+  viewOf,
+} from "./entry.ts";
+import { type HealthOptions, HealthWatch } from "./health.ts";
 import { digestFiles, Pins } from "./pins.ts";
-import { conflict, failure, notFound, shuttingDown, TRANSITIONAL, TRANSITIONS, wakeUp } from "./states.ts";
-import { type RunningDocument, SandboxStore, type Startup } from "./store.ts";
+import { checkSnapshotName, getSnapshot, listSnapshots, publishSnapshot } from "./snapshots.ts";
+import { conflict, failure, notFound, shuttingDown, wakeUp } from "./states.ts";
+import { type RunningDocument, SandboxStore } from "./store.ts";
 import type {
   CreateColdSandboxRequest,
   CreateSandboxRequest,
@@ -50,14 +56,6 @@ import type {
   StartReport,
 } from "./types.ts";
 import { MAX_FORK_CHILDREN } from "./types.ts";
-
-export interface HealthOptions {
-  /** Between two looks at the same guest. */
-  readonly intervalMs: number;
-  readonly timeoutMs: number;
-  /** Looks in a row without an answer after which a sandbox counts as unresponsive. */
-  readonly failures: number;
-}
 
 export interface OrchestratorOptions {
   readonly repository: SnapshotRepository;
@@ -94,69 +92,13 @@ const DEFAULT_QUEUED_STARTS = 256;
 const TRANSITION_WAIT_MS = 60_000;
 const CONCURRENT_EVICTIONS = 4;
 const CONCURRENT_ADOPTIONS = 16;
-const CONCURRENT_PROBES = 16;
 const ADOPTION_TRIES = 3;
 /** Captures that children start from, in the directory of the artifacts; none outlives the process. */
 const CHECKPOINTS = "checkpoints";
 const MAX_EVICTION_BACKOFF_MS = 60_000;
 const SHUTDOWN_PASSES = 3;
-const MIB = 1024 * 1024;
 /** Ten years: past it a date is a mistake, not a wish. */
 const MAX_TIMEOUT_SECONDS = 315_360_000;
-
-/** One start of a sandbox, from the VM's start to its end. */
-interface Instance {
-  readonly id: string;
-  readonly running: RunningSandbox;
-  /** Replaced when a failed pause puts the instance back to work. */
-  gone: AbortController;
-  exit?: VmExit;
-}
-
-interface Entry {
-  readonly id: string;
-  state: SandboxState;
-  record: Omit<SandboxRecord, "state" | "id">;
-  deadlineMs: number;
-  startup: Startup;
-  instance?: Instance;
-  paused?: { readonly artifactDir: string; readonly state: CapturedState };
-  /** The operation under way, set exactly while the state is a transitional one. */
-  operation?: Promise<unknown>;
-  /** Content-addressed files this sandbox needs as long as it exists. */
-  pins: readonly string[];
-  timings: Record<string, PhaseTimings>;
-  /** The last view of it and what that was made from. */
-  seen?: {
-    readonly record: Entry["record"];
-    readonly state: SandboxState;
-    readonly deadlineMs: number;
-    readonly view: SandboxRecord;
-  };
-  evicting: boolean;
-  evictFailures: number;
-  nextEvictMs: number;
-  /** Its part of the node while it is not paused. */
-  seat?: Seat;
-  probing?: boolean;
-  /** Looks at the agent without an answer since the last one with. */
-  silentProbes: number;
-}
-
-/** An entry in a state of its own making. */
-function newEntry(
-  fields: Pick<Entry, "id" | "state" | "record" | "deadlineMs" | "startup"> & Partial<Entry>,
-): Entry {
-  return {
-    pins: [],
-    timings: {},
-    evicting: false,
-    evictFailures: 0,
-    nextEvictMs: 0,
-    silentProbes: 0,
-    ...fields,
-  };
-}
 
 /** How the VM of a new sandbox comes to be. */
 interface LaunchPlan {
@@ -184,10 +126,6 @@ interface CaptureWords {
   readonly startedAt: number;
 }
 
-function isoTime(ms: number): string {
-  return new Date(ms).toISOString();
-}
-
 class SandboxOrchestrator implements NodeOrchestrator {
   readonly #options: OrchestratorOptions;
   readonly #log: Logger;
@@ -196,13 +134,12 @@ class SandboxOrchestrator implements NodeOrchestrator {
   readonly #entries = new Map<string, Entry>();
   readonly #starts: Gate;
   readonly #evictions = new Gate(CONCURRENT_EVICTIONS, "evictions");
-  readonly #probes = new Gate(CONCURRENT_PROBES, "health probes", Number.MAX_SAFE_INTEGER);
   readonly #pins = new Pins();
   readonly #capacity: Capacity;
   readonly #background = new Set<Promise<void>>();
   #store: SandboxStore | undefined;
   #timer: ReturnType<typeof setInterval> | undefined;
-  #healthTimer: ReturnType<typeof setInterval> | undefined;
+  #health: HealthWatch | undefined;
   #closing: Promise<void> | undefined;
   /** Aborts with the shutdown: what a new sandbox waits for need not come any more. */
   readonly #ending = new AbortController();
@@ -259,7 +196,13 @@ class SandboxOrchestrator implements NodeOrchestrator {
     if (documents.length + adopted + lost.length > 0) this.#log.info(report, "sandboxes restored");
     this.#timer = setInterval(() => this.#evictExpired(), evictIntervalMs);
     if (health !== undefined) {
-      this.#healthTimer = setInterval(() => this.#probeAll(health), health.intervalMs);
+      this.#health = new HealthWatch({
+        entries: this.#entries,
+        options: health,
+        log: this.#log,
+        now: this.#now,
+        emit: (kind, sandboxId, more) => this.#emit(kind, sandboxId, more),
+      });
     }
     return report;
   }
@@ -331,7 +274,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async #shutdown(): Promise<void> {
     this.#ending.abort(shuttingDown());
     clearInterval(this.#timer);
-    clearInterval(this.#healthTimer);
+    this.#health?.[Symbol.dispose]();
     const failures = new Map<string, unknown>();
     for (let pass = 0; pass < SHUTDOWN_PASSES; pass++) {
       const open = [...this.#entries.values()].filter((entry) => entry.state !== "paused");
@@ -340,7 +283,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
         open.map(async (entry) => {
           try {
             if (entry.state === "running") await this.#evictions.run(() => this.#pauseIfRunning(entry));
-            else await this.#settled(entry);
+            else await new Patience(this.#waitMs).settled(entry);
           } catch (error) {
             failures.set(entry.id, error);
             this.#log.error({ err: error, sandboxId: entry.id }, "sandbox was not paused at shutdown");
@@ -363,7 +306,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   }
 
   async #pauseIfRunning(entry: Entry): Promise<void> {
-    if (entry.state === "running") await this.#operate(entry, "pausing", () => this.#pause(entry));
+    if (entry.state === "running") await operate(entry, "pausing", () => this.#pause(entry));
   }
 
   #refuseWhenClosing(): void {
@@ -372,73 +315,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   // ---- state ------------------------------------------------------------------------------------
 
-  #move(entry: Entry, to: SandboxState): void {
-    assert(TRANSITIONS[entry.state].includes(to), `sandbox ${entry.id} may go from ${entry.state} to ${to}`);
-    entry.state = to;
-    // In the same turn: whoever sees a resting state may begin the next operation.
-    if (!TRANSITIONAL.has(to)) entry.operation = undefined;
-  }
-
-  /**
-   * Moves to a transitional state and works there. The check and the move happen in one turn of the
-   * event loop, so two callers cannot both begin. The work goes on when its caller does not wait.
-   */
-  #operate<T>(entry: Entry, to: SandboxState, work: () => Promise<T>): Promise<T> {
-    this.#move(entry, to);
-    return this.#track(entry, work);
-  }
-
-  #track<T>(entry: Entry, work: () => Promise<T>): Promise<T> {
-    assert(entry.operation === undefined, `sandbox ${entry.id} has one operation at a time`);
-    // Work that needs no await would be over before it is known as the operation under way.
-    const operation = Promise.resolve()
-      .then(work)
-      .finally(() => {
-        assert(
-          entry.operation !== operation,
-          `sandbox ${entry.id} rests after an operation (${entry.state})`,
-        );
-      });
-    entry.operation = operation;
-    operation.catch(() => undefined);
-    return operation;
-  }
-
-  /** Waits until the operation under way, if any, has ended; 409 after the bound. Never fails with it. */
-  async #settled(entry: Entry, deadline = performance.now() + this.#waitMs): Promise<void> {
-    const { operation, state } = entry;
-    if (operation === undefined) return;
-    const timeout = Promise.withResolvers<"timeout">();
-    const timer = setTimeout(() => timeout.resolve("timeout"), Math.max(0, deadline - performance.now()));
-    try {
-      const outcome = await Promise.race([
-        operation.then(
-          () => "ended" as const,
-          () => "ended" as const,
-        ),
-        timeout.promise,
-      ]);
-      if (outcome === "timeout")
-        throw conflict(entry.id, state, `that did not end within ${this.#waitMs / 1000} s`);
-    } finally {
-      clearTimeout(timer);
-    }
-  }
-
   /** Error 404 for unknown ids and those on their way out. */
   #find(id: string): Entry {
     const entry = this.#entries.get(id);
     if (entry === undefined || entry.state === "killing") throw notFound(id);
     return entry;
-  }
-
-  /** Lists of thousands are read far more often than one of them changes. */
-  #view(entry: Entry): SandboxRecord {
-    const { record, state, deadlineMs, seen } = entry;
-    if (seen?.record === record && seen.state === state && seen.deadlineMs === deadlineMs) return seen.view;
-    const view = { id: entry.id, ...record, state, endAt: isoTime(deadlineMs) };
-    entry.seen = { record, state, deadlineMs, view };
-    return view;
   }
 
   #setDeadline(entry: Entry, timeoutSeconds: number, mode: "exact" | "extend"): void {
@@ -465,7 +346,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   }
 
   #runningDocument(entry: Entry): RunningDocument {
-    const { state: _, ...record } = this.#view(entry);
+    const { state: _, ...record } = viewOf(entry);
     return { version: 1, record, startup: entry.startup, pins: entry.pins };
   }
 
@@ -563,7 +444,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
    * right after.
    */
   #rest(entry: Entry): void {
-    this.#move(entry, "running");
+    move(entry, "running");
     const { instance } = entry;
     if (instance?.exit === undefined) return;
     queueMicrotask(() => {
@@ -577,7 +458,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       "the VM of a running sandbox ended; the sandbox is gone",
     );
     this.#emit("vm_ended", entry.id, { reason: JSON.stringify(instance.exit) });
-    const ended = this.#operate(entry, "killing", () => this.#discard(entry, instance, "its VM ended"));
+    const ended = operate(entry, "killing", () => this.#discard(entry, instance, "its VM ended"));
     this.#inBackground("a dead sandbox was not cleaned up", ended);
   }
 
@@ -670,7 +551,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const bootWords = allowedBootWords(extraBootArgs, cold.allowedBootArgsPrefixes);
     const diskSizeMiB = coldDiskSize(wantedSize, cold);
     const planned = plannedDrives(attachedDrives);
-    const driveSizes = planned.map((drive) => coldDiskSize(drive.diskSizeMiB, cold));
+    // A size that is refused is so before anything is made.
+    for (const drive of planned) coldDiskSize(drive.diskSizeMiB, cold);
     const now = this.#now();
     const { cpuCount = cold.cpuCount, memoryMiB = cold.memoryMiB } = wishes;
     const entry = newEntry({
@@ -695,35 +577,24 @@ class SandboxOrchestrator implements NodeOrchestrator {
       // Before anything is downloaded.
       await this.#options.sandboxes.checkBoot({ drives: planned, extraBootArgs: bootWords });
       this.#refuseWhenClosing();
-      using held = new DisposableStack();
-      const files: string[] = [];
-      const disk = async (reference: string, sizeMiB: number, wanted: number | undefined) => {
-        const options = { virtualSizeBytes: sizeMiB * MIB, signal: this.#ending.signal };
-        const found = await cold.images.resolve(reference, options);
-        const own = found.lowers.map(({ file }) => file);
-        held.use(cold.images.hold(own));
-        files.push(...own);
-        if (wanted === undefined || found.virtualSizeBytes === wanted * MIB) return found;
-        throw fixedDiskSize(reference, found.virtualSizeBytes);
-      };
-      const resolved = await disk(image, diskSizeMiB, wantedSize);
-      const drives: AttachedDrive[] = [];
-      for (const [index, { image: reference, diskSizeMiB: wanted, ...drive }] of planned.entries()) {
-        const { lowers, virtualSizeBytes } = await disk(reference, driveSizes[index]!, wanted);
-        drives.push({ ...drive, lowers, virtualSizeBytes });
-      }
+      const disks = await coldDisks(
+        { image, diskSizeMiB: wantedSize, drives: planned },
+        cold,
+        this.#ending.signal,
+      );
+      using _ = disks;
+      const { root, drives, files } = disks;
       const resolveMs = Math.round((performance.now() - began) * 100) / 100;
-      const { lowers, virtualSizeBytes } = resolved;
       this.#pin(entry, files);
       entry.startup = startupOf(
-        { context: contextOfImage(resolved.config), imageReference: pinnedReference(resolved) },
+        { context: contextOfImage(root.config), imageReference: pinnedReference(root) },
         request.envVars,
       );
       const running = await this.#startInstance(entry, () =>
         this.#options.sandboxes.boot({
           identity: this.#identity(entry),
           shape: { vcpuCount: cpuCount, memoryMiB },
-          rootfs: { lowers, virtualSizeBytes },
+          rootfs: { lowers: root.lowers, virtualSizeBytes: root.virtualSizeBytes },
           ...(drives.length === 0 ? {} : { drives }),
           extraBootArgs: bootWords,
           egress: egressOf(entry.record),
@@ -760,7 +631,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const cold = plan.cold === undefined ? {} : { cold: plan.cold };
     this.#emit("creating", entry.id, cold);
     const began = performance.now();
-    return this.#track(entry, async () => {
+    return track(entry, async () => {
       let running: RunningSandbox | undefined;
       try {
         const started = await plan.start();
@@ -776,7 +647,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
           phases: timings,
           ...cold,
         });
-        return this.#view(entry);
+        return viewOf(entry);
       } catch (error) {
         entry.instance = undefined;
         this.#remove(entry);
@@ -831,13 +702,13 @@ class SandboxOrchestrator implements NodeOrchestrator {
   // ---- looking ----------------------------------------------------------------------------------
 
   get(id: string): SandboxRecord {
-    return this.#view(this.#find(id));
+    return viewOf(this.#find(id));
   }
 
   list(): SandboxRecord[] {
     return [...this.#entries.values()]
       .filter((entry) => entry.state !== "creating" && entry.state !== "killing")
-      .map((entry) => this.#view(entry));
+      .map((entry) => viewOf(entry));
   }
 
   access(id: string): SandboxAccess | undefined {
@@ -887,15 +758,15 @@ class SandboxOrchestrator implements NodeOrchestrator {
   }
 
   async #kill(id: string): Promise<void> {
-    const deadline = performance.now() + this.#waitMs;
+    const patience = new Patience(this.#waitMs);
     for (;;) {
       const entry = this.#entries.get(id);
       // Gone while we waited: someone else's deletion, and ours all the same.
       if (entry === undefined) return;
       if (entry.state === "running" || entry.state === "paused") {
-        return this.#operate(entry, "killing", () => this.#end(entry));
+        return operate(entry, "killing", () => this.#end(entry));
       }
-      await this.#settled(entry, deadline);
+      await patience.settled(entry);
     }
   }
 
@@ -917,7 +788,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       try {
         this.#db.delete(entry.id);
       } catch (error) {
-        this.#move(entry, "paused");
+        move(entry, "paused");
         throw failure("persistence_failed", `paused sandbox ${entry.id} could not be deleted`, error);
       }
     }
@@ -943,7 +814,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
     if (entry.state === "paused") throw conflict(id, entry.state, "it is paused already");
     if (entry.state !== "running") throw conflict(id, entry.state, "only a running sandbox can be paused");
-    await this.#operate(entry, "pausing", () => this.#pause(entry));
+    await operate(entry, "pausing", () => this.#pause(entry));
   }
 
   /** State is `pausing`; ends in `paused`, in `running` as before, or without the sandbox. */
@@ -970,7 +841,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
 
     try {
-      const { id, state: _, ...record } = this.#view(entry);
+      const { id, state: _, ...record } = viewOf(entry);
       this.#db.setPaused({
         version: 1,
         record: { id, ...record },
@@ -1003,7 +874,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       this.#log.error({ err: error, sandboxId: entry.id }, "the VM of a paused sandbox could not be stopped");
     }
     this.#leave(entry);
-    this.#move(entry, "paused");
+    move(entry, "paused");
     const totalMs = performance.now() - startedAt;
     this.#log.info({ sandboxId: entry.id, timings: entry.timings.pause, totalMs }, "sandbox paused");
     this.#emit("paused", entry.id, {
@@ -1029,7 +900,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     });
     if (error instanceof AenvError && error.code === "capture_terminal") {
       this.#log.error({ err: error, sandboxId: entry.id }, `sandbox ${words.did} and cannot go on`);
-      this.#move(entry, "killing");
+      move(entry, "killing");
       await this.#discard(entry, instance, "the sandbox was lost");
       return failure("capture_terminal", `sandbox ${entry.id} ${words.did} and was lost`, error);
     }
@@ -1098,7 +969,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       dir,
       startedAt: performance.now(),
     };
-    const { state, timings } = await this.#operate(source, "forking", () => this.#checkpoint(source, words));
+    const { state, timings } = await operate(source, "forking", () => this.#checkpoint(source, words));
     source.timings.fork = timings;
     using _ = this.#pins.hold(digestFiles(state));
     try {
@@ -1150,10 +1021,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const { name } = request;
     this.#runningOnly(this.#find(id).id, "snapshotted");
     // Before the guest has to stand still for a name that cannot be had.
-    if (name !== undefined) {
-      const holder = await repository.resolve(formatName(parseAlias(name).base, parseAlias(name).tag));
-      if (holder?.source.kind === "template") throw nameTaken(name, holder.templateId);
-    }
+    if (name !== undefined) await checkSnapshotName(repository, name);
     this.#refuseWhenClosing();
     const source = this.#runningOnly(this.#find(id).id, "snapshotted");
     const dir = this.#checkpointDir();
@@ -1164,13 +1032,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
       dir,
       startedAt,
     };
-    const { state, timings } = await this.#operate(source, "snapshotting", () =>
-      this.#checkpoint(source, words),
-    );
+    const { state, timings } = await operate(source, "snapshotting", () => this.#checkpoint(source, words));
     using _ = this.#pins.hold(digestFiles(state));
     try {
       const publishing = performance.now();
-      const committed = await this.#publish(source, state, name);
+      const committed = await publishSnapshot(repository, source, state, name, this.#now());
       const publish = Math.round((performance.now() - publishing) * 100) / 100;
       const total = Math.round((performance.now() - startedAt) * 100) / 100;
       const phases = { ...timings, publish, total };
@@ -1189,72 +1055,12 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
   }
 
-  async #publish(source: Entry, state: CapturedState, name: string | undefined): Promise<SnapshotRecord> {
-    const { repository } = this.#options;
-    const { envVars, defaultUser, defaultWorkdir, image, imageReference } = source.startup;
-    const { cpuCount, memoryMiB, diskSizeMiB } = source.record;
-    const id = newId();
-    const now = isoTime(this.#now());
-    const record: SnapshotRecord = {
-      id,
-      templateId: id,
-      aliases: [],
-      public: false,
-      source: { kind: "sandbox", sourceSandboxId: source.id },
-      resources: { cpuCount, memoryMiB, diskSizeMiB },
-      createdAt: now,
-      updatedAt: now,
-      committed: {
-        state,
-        context: {
-          exposedPorts: [],
-          volumes: [],
-          labels: {},
-          ...image,
-          envVars,
-          ...(defaultUser === undefined ? {} : { user: defaultUser }),
-          ...(defaultWorkdir === undefined ? {} : { workdir: defaultWorkdir }),
-        },
-        ...(imageReference === undefined ? {} : { imageReference }),
-      },
-    };
-    const committed = await repository.commit(record, state);
-    if (name === undefined) return committed;
-    try {
-      await repository.bindAlias(name, id);
-    } catch (error) {
-      await repository.delete(id);
-      const taken = error instanceof AenvError && error.code === "alias_conflict";
-      throw taken ? nameTaken(name, undefined, error) : error;
-    }
-    return (await repository.get(id)) ?? committed;
+  listSnapshots(filter: SnapshotFilter): Promise<SnapshotRecord[]> {
+    return listSnapshots(this.#options.repository, filter);
   }
 
-  async listSnapshots(filter: SnapshotFilter): Promise<SnapshotRecord[]> {
-    const name = filter.name === undefined ? undefined : parseName(filter.name);
-    if (filter.name !== undefined && name === undefined) return [];
-    const named = ({ id, aliases }: SnapshotRecord): boolean =>
-      name === undefined ||
-      (name.isId ? id === name.base : aliases.some((alias) => parseAlias(alias).base === name.base));
-    const records = (await this.#options.repository.list()).filter(
-      (record) =>
-        record.source.kind === "sandbox" &&
-        record.committed !== undefined &&
-        (filter.sandboxId === undefined || record.source.sourceSandboxId === filter.sandboxId) &&
-        named(record),
-    );
-    return records.sort((a, b) => (a.createdAt + a.id < b.createdAt + b.id ? 1 : -1));
-  }
-
-  async getSnapshot(name: string): Promise<SnapshotRecord> {
-    const record = await this.#options.repository.resolve(name);
-    if (record?.source.kind === "sandbox" && record.committed !== undefined) return record;
-    throw new AenvError({
-      code: "snapshot_not_found",
-      status: 404,
-      message: `snapshot ${name} was not found`,
-      remediation: "list the snapshots there are with `aenv snapshot list` (GET /snapshots)",
-    });
+  getSnapshot(name: string): Promise<SnapshotRecord> {
+    return getSnapshot(this.#options.repository, name);
   }
 
   /** Captures other than the current one. Layers they share with it have a link of their own there. */
@@ -1272,21 +1078,21 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async resume(id: string, timeoutSeconds: number): Promise<SandboxRecord> {
     this.#refuseWhenClosing();
     this.#checkTimeout(timeoutSeconds);
-    const deadline = performance.now() + this.#waitMs;
+    const patience = new Patience(this.#waitMs);
     for (;;) {
       const entry = this.#find(id);
       switch (entry.state) {
         case "running":
           this.#moveDeadline(entry, timeoutSeconds, "exact");
-          return this.#view(entry);
+          return viewOf(entry);
         case "paused":
-          await this.#operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
-          return this.#view(entry);
+          await operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
+          return viewOf(entry);
         case "resuming":
           await entry.operation;
           continue;
         case "pausing":
-          await this.#settled(entry, deadline);
+          await patience.settled(entry);
           continue;
         default:
           throw conflict(id, entry.state, "it cannot be resumed now");
@@ -1297,21 +1103,21 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async connect(id: string, timeoutSeconds: number): Promise<{ record: SandboxRecord; resumed: boolean }> {
     this.#refuseWhenClosing();
     this.#checkTimeout(timeoutSeconds);
-    const deadline = performance.now() + this.#waitMs;
+    const patience = new Patience(this.#waitMs);
     for (;;) {
       const entry = this.#find(id);
       switch (entry.state) {
         case "running":
           this.#moveDeadline(entry, timeoutSeconds, "extend");
-          return { record: this.#view(entry), resumed: false };
+          return { record: viewOf(entry), resumed: false };
         case "paused":
-          await this.#operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
-          return { record: this.#view(entry), resumed: true };
+          await operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
+          return { record: viewOf(entry), resumed: true };
         case "resuming":
           await entry.operation;
           continue;
         default:
-          await this.#settled(entry, deadline);
+          await patience.settled(entry);
       }
     }
   }
@@ -1341,7 +1147,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
         // `resuming` means the same to the next start.
         this.#log.error({ err: storeError, sandboxId: entry.id }, "lifecycle mark could not be reset");
       }
-      this.#move(entry, "paused");
+      move(entry, "paused");
       this.#emit("resume_failed", entry.id, {
         durationMs: performance.now() - startedAt,
         reason: errorChain(error)[0] ?? "unknown cause",
@@ -1365,14 +1171,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   /** Waits for a state in which deadlines can be set. */
   async #forDeadline(id: string): Promise<Entry> {
-    const deadline = performance.now() + this.#waitMs;
+    const patience = new Patience(this.#waitMs);
     for (;;) {
       const entry = this.#find(id);
       if (entry.state === "running") return entry;
       if (entry.state === "paused" || entry.state === "pausing") {
         throw conflict(id, entry.state, "only a running sandbox has a deadline", wakeUp(id, entry.state));
       }
-      await this.#settled(entry, deadline);
+      await patience.settled(entry);
     }
   }
 
@@ -1426,7 +1232,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   async autoResume(id: string): Promise<void> {
     this.#refuseWhenClosing();
-    const deadline = performance.now() + this.#waitMs;
+    const patience = new Patience(this.#waitMs);
     for (;;) {
       const entry = this.#find(id);
       if (entry.state === "running") return;
@@ -1440,7 +1246,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
           });
         }
         const seconds = Math.max(entry.record.timeoutSeconds, this.#options.autoResumeMinTimeoutSeconds);
-        this.#operate(entry, "resuming", () => this.#resume(entry, seconds)).catch(() => undefined);
+        operate(entry, "resuming", () => this.#resume(entry, seconds)).catch(() => undefined);
       } else if (entry.state !== "resuming" && !(entry.state === "pausing" && entry.record.autoResume)) {
         throw new AenvError({
           code: "sandbox_not_running",
@@ -1450,7 +1256,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       }
       const { operation, state } = entry;
       try {
-        await this.#settled(entry, deadline);
+        await patience.settled(entry);
       } catch (cause) {
         throw new AenvError({
           code: "auto_resume_timeout",
@@ -1520,46 +1326,6 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
   }
 
-  // ---- health -----------------------------------------------------------------------------------
-
-  /** A guest can hang while its VM runs. That is told, not judged: what it holds may be worth saving. */
-  #probeAll(options: HealthOptions): void {
-    for (const entry of this.#entries.values()) {
-      if (entry.state !== "running" || entry.probing === true) continue;
-      entry.probing = true;
-      void this.#probes
-        .run(() => this.#probe(entry, options))
-        .finally(() => {
-          entry.probing = false;
-        });
-    }
-  }
-
-  async #probe(entry: Entry, { timeoutMs, failures }: HealthOptions): Promise<void> {
-    const { instance } = entry;
-    if (entry.state !== "running" || instance === undefined) return;
-    const silence = await instance.running.probe(timeoutMs).then(
-      () => undefined,
-      (error: unknown) => error,
-    );
-    // It says nothing about what another operation has made of the sandbox meanwhile.
-    if (entry.state !== "running" || entry.instance !== instance) return;
-    if (silence === undefined) {
-      entry.silentProbes = 0;
-      const { unresponsiveSince, ...record } = entry.record;
-      if (unresponsiveSince === undefined) return;
-      entry.record = record;
-      this.#log.info({ sandboxId: entry.id, unresponsiveSince }, "the guest agent answers again");
-      this.#emit("responsive", entry.id);
-      return;
-    }
-    entry.silentProbes += 1;
-    if (entry.silentProbes !== failures) return;
-    entry.record = { ...entry.record, unresponsiveSince: isoTime(this.#now()) };
-    this.#log.warn({ err: silence, sandboxId: entry.id, failures }, "the guest agent does not answer");
-    this.#emit("unresponsive", entry.id, { reason: errorChain(silence).join(": ") });
-  }
-
   // ---- garbage ----------------------------------------------------------------------------------
 
   pinnedFiles(): ReadonlySet<string> {
@@ -1569,31 +1335,6 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }> {
     return this.#options.repository.collect(this.#pins.files);
   }
-}
-
-function nameTaken(name: string, templateId: string | undefined, cause?: unknown): AenvError {
-  return new AenvError({
-    code: "alias_conflict",
-    status: 400,
-    message: `the name ${name} belongs to template ${templateId ?? "of another kind"}`,
-    remediation: "choose another name: a snapshot takes over another snapshot's, never a template's",
-    cause,
-  });
-}
-
-/** What sandboxes of a template or snapshot are started with, the request's variables on top. */
-function startupOf(
-  committed: Pick<NonNullable<SnapshotRecord["committed"]>, "context" | "imageReference">,
-  envVars: Readonly<Record<string, string>>,
-): Startup {
-  const { envVars: own, user, workdir, ...image } = committed.context;
-  return {
-    envVars: { ...own, ...envVars },
-    ...(user === undefined || user === "" ? {} : { defaultUser: user }),
-    ...(workdir === undefined || workdir === "" ? {} : { defaultWorkdir: workdir }),
-    image,
-    ...(committed.imageReference === undefined ? {} : { imageReference: committed.imageReference }),
-  };
 }
 
 async function namesIn(dir: string): Promise<string[]> {
