@@ -184,7 +184,7 @@ test("snapshots: made, listed by page and filter, found by name, refused with re
   for (const limit of ["0", "101", "abc"]) {
     expect((await call("GET", `/snapshots?limit=${limit}`)).status).toBe(400);
   }
-  for (const name of ["base", "nothing", newId()]) {
+  for (const name of ["base", "nothing", "%25zz", newId()]) {
     expect((await call("GET", `/snapshots/${name}`)).json).toMatchObject({ code: 404 });
   }
   for (const name of ["base", "a b", newId()]) {

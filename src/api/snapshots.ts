@@ -163,7 +163,7 @@ export function snapshotRoutes(options: SandboxRoutesOptions): Route[] {
       errors: [404],
       run: async ({ params }) => ({
         status: 200,
-        json: snapshotJson(await orchestrator.getSnapshot(decodeURIComponent(params.id ?? ""))),
+        json: snapshotJson(await orchestrator.getSnapshot(params.id ?? "")),
       }),
     }),
   ];

@@ -26,6 +26,10 @@ export interface Entry {
   startup: Startup;
   instance?: Instance;
   paused?: { readonly artifactDir: string; readonly state: CapturedState };
+  /** The VM of before the pause, which could not be stopped: it has to end before another one starts. */
+  lingering?: RunningSandbox;
+  /** Changes of its network under way; never fails. A pause waits for them, as it stores the record. */
+  networkUpdates?: Promise<void>;
   /** The operation under way, set exactly while the state is a transitional one. */
   operation?: Promise<unknown>;
   /** Content-addressed files this sandbox needs as long as it exists. */

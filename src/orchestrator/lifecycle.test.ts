@@ -516,6 +516,90 @@ describe("what each state answers", () => {
   });
 });
 
+describe("a network that is changed while something else happens", () => {
+  const CLOSED = { base: "default", allowOut: [], denyOut: ["0.0.0.0/0"] } as const;
+  let entered: PromiseWithResolvers<void>;
+  let applied: PromiseWithResolvers<void>;
+
+  beforeEach(() => {
+    entered = Promise.withResolvers();
+    applied = Promise.withResolvers();
+    factory.faults.applyEgress = () => {
+      entered.resolve();
+      return applied.promise;
+    };
+  });
+
+  test("a snapshot of it: told, in force and recorded are the same", async () => {
+    const { id } = await orchestrator.create(createRequest());
+    const updated = orchestrator.updateNetwork(id, { denyOut: ["0.0.0.0/0"] });
+    await entered.promise;
+    const made = orchestrator.snapshot(id, {});
+    applied.resolve();
+    await updated;
+    await made;
+    expect(factory.of(id)?.egress).toEqual(CLOSED);
+    expect(orchestrator.get(id).network).toEqual({ denyOut: ["0.0.0.0/0"] });
+  });
+
+  test("a pause waits for it and keeps it", async () => {
+    const { id } = await orchestrator.create(createRequest());
+    const updated = orchestrator.updateNetwork(id, { denyOut: ["0.0.0.0/0"] });
+    await entered.promise;
+    const paused = orchestrator.pause(id);
+    await Bun.sleep(5);
+    expect(orchestrator.get(id).state).toBe("pausing");
+    applied.resolve();
+    await updated;
+    await paused;
+    await orchestrator.resume(id, 60);
+    expect(factory.of(id)?.egress).toEqual(CLOSED);
+  });
+
+  test("two changes at once: one after the other, the later one stays", async () => {
+    const { id } = await orchestrator.create(createRequest());
+    const first = orchestrator.updateNetwork(id, { denyOut: ["1.1.1.1"] });
+    const second = orchestrator.updateNetwork(id, { denyOut: ["0.0.0.0/0"] });
+    await entered.promise;
+    applied.resolve();
+    await Promise.all([first, second]);
+    expect(factory.of(id)?.egress).toEqual(CLOSED);
+    expect(orchestrator.get(id).network).toEqual({ denyOut: ["0.0.0.0/0"] });
+  });
+
+  test("a deletion meanwhile: the change says so", async () => {
+    const { id } = await orchestrator.create(createRequest());
+    const updated = orchestrator.updateNetwork(id, { denyOut: ["0.0.0.0/0"] });
+    await entered.promise;
+    const killed = orchestrator.kill(id);
+    applied.resolve();
+    await expect(updated).rejects.toThrow();
+    await killed;
+  });
+});
+
+test("a VM that cannot be stopped after its pause ends before the sandbox is resumed or deleted", async () => {
+  const [first, second] = [
+    await orchestrator.create(createRequest()),
+    await orchestrator.create(createRequest()),
+  ];
+  factory.faults.stop = () => {
+    throw new Error("it does not end");
+  };
+  await orchestrator.pause(first.id);
+  await orchestrator.pause(second.id);
+  expect(factory.live.size).toBe(2);
+  await expect(orchestrator.resume(first.id, 60)).rejects.toThrow("it does not end");
+  await expect(orchestrator.kill(second.id)).rejects.toThrow("it does not end");
+  expect(orchestrator.get(second.id).state).toBe("paused");
+  delete factory.faults.stop;
+  await orchestrator.resume(first.id, 60);
+  expect(factory.live.size).toBe(2);
+  await orchestrator.kill(first.id);
+  await orchestrator.kill(second.id);
+  expect(factory.live.size).toBe(0);
+});
+
 describe("capacity", () => {
   test("50 creates over the node's memory: those that fit run, the others are refused at once", async () => {
     orchestrator = open({ capacity: { memoryMiB: 128 * 6 } });

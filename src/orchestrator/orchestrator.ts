@@ -133,7 +133,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
   readonly #waitMs: number;
   readonly #entries = new Map<string, Entry>();
   readonly #starts: Gate;
-  readonly #evictions = new Gate(CONCURRENT_EVICTIONS, "evictions");
+  readonly #evictions = new Gate(CONCURRENT_EVICTIONS, "evictions", Number.MAX_SAFE_INTEGER);
   readonly #pins = new Pins();
   readonly #capacity: Capacity;
   readonly #background = new Set<Promise<void>>();
@@ -786,6 +786,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
     if (paused !== undefined) {
       try {
+        await this.#stopLingering(entry);
         this.#db.delete(entry.id);
       } catch (error) {
         move(entry, "paused");
@@ -801,6 +802,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
     this.#log.info({ sandboxId: entry.id }, "sandbox deleted");
     this.#emit("deleted", entry.id);
+  }
+
+  async #stopLingering(entry: Entry): Promise<void> {
+    await entry.lingering?.stop();
+    entry.lingering = undefined;
   }
 
   // ---- pause ------------------------------------------------------------------------------------
@@ -822,6 +828,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const { instance } = entry;
     assert(instance !== undefined, `running sandbox ${entry.id} has an instance`);
     const { running } = instance;
+    await entry.networkUpdates;
     const startedAt = performance.now();
     const artifactDir = join(this.#options.artifactsDir, entry.id, newId());
     const words: CaptureWords = {
@@ -871,7 +878,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     try {
       await running.stop();
     } catch (error) {
-      this.#log.error({ err: error, sandboxId: entry.id }, "the VM of a paused sandbox could not be stopped");
+      entry.lingering = running;
+      this.#log.error(
+        { err: error, sandboxId: entry.id },
+        "the VM of a paused sandbox could not be stopped; a resume or a deletion tries again",
+      );
     }
     this.#leave(entry);
     move(entry, "paused");
@@ -1131,6 +1142,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     try {
       entry.seat = this.#capacity.take(record.memoryMiB);
       this.#db.setLifecycle(entry.id, "resuming");
+      await this.#stopLingering(entry);
       running = await this.#resumeInstance(entry, paused.state);
       this.#attach(entry, running);
       this.#setDeadline(entry, timeoutSeconds, "exact");
@@ -1195,31 +1207,58 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#moveDeadline(await this.#forDeadline(id), seconds, "extend");
   }
 
-  async updateNetwork(id: string, update: NetworkUpdate): Promise<void> {
+  async updateNetwork(id: string, fields: NetworkUpdate): Promise<void> {
     this.#refuseWhenClosing();
-    const access =
-      update.allowInternetAccess === undefined ? {} : { allowInternetAccess: update.allowInternetAccess };
-    const policy = egressOf({ network: update, ...access });
+    const { allowInternetAccess } = fields;
+    const policy = egressOf({
+      network: fields,
+      ...(allowInternetAccess === undefined ? {} : { allowInternetAccess }),
+    });
     const entry = this.#runningOnly(id, "given other rules");
     const { instance } = entry;
     assert(instance !== undefined, `running sandbox ${id} has an instance`);
+    const update = (entry.networkUpdates ?? Promise.resolve()).then(() =>
+      this.#updateNetwork(entry, instance, policy, fields),
+    );
+    // One after the other, so that the rules in force and the record are of the same request.
+    entry.networkUpdates = update.catch(() => undefined);
+    await update;
+  }
+
+  async #updateNetwork(
+    entry: Entry,
+    instance: Instance,
+    policy: EgressPolicy,
+    { allowOut, denyOut, allowInternetAccess }: NetworkUpdate,
+  ): Promise<void> {
+    const checkInstance = (): void => {
+      if (entry.instance === instance && entry.state !== "killing") return;
+      throw conflict(entry.id, entry.state, "it stopped running while its network was changed");
+    };
+    checkInstance();
     await instance.running.applyEgress(policy);
-    // A pause that began meanwhile has stored the record as it was: nobody may be told otherwise.
-    if (entry.state !== "running" || entry.instance !== instance) {
-      throw conflict(id, entry.state, "it stopped running while its network was changed");
-    }
-    const { allowOut: _out, denyOut: _deny, ...ingress } = entry.record.network ?? {};
-    const { allowInternetAccess: _access, ...rest } = entry.record;
+    // Operations in place leave the instance as it is, and a pause waits for us.
+    checkInstance();
+    const { record } = entry;
+    const { allowOut: _out, denyOut: _deny, ...ingress } = record.network ?? {};
+    const { allowInternetAccess: _access, ...rest } = record;
     entry.record = {
       ...rest,
       network: {
         ...ingress,
-        ...(update.allowOut === undefined ? {} : { allowOut: update.allowOut }),
-        ...(update.denyOut === undefined ? {} : { denyOut: update.denyOut }),
+        ...(allowOut === undefined ? {} : { allowOut }),
+        ...(denyOut === undefined ? {} : { denyOut }),
       },
-      ...access,
+      ...(allowInternetAccess === undefined ? {} : { allowInternetAccess }),
     };
-    this.#db.putRunning(this.#runningDocument(entry));
+    try {
+      this.#db.putRunning(this.#runningDocument(entry));
+    } catch (error) {
+      // Told that it failed, nobody may have other rules than before.
+      entry.record = record;
+      await instance.running.applyEgress(egressOf(record));
+      throw failure("persistence_failed", `the network of sandbox ${entry.id} was not changed`, error);
+    }
   }
 
   async networkReport(id: string): Promise<SlotPolicyReport> {

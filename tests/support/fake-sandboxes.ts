@@ -26,6 +26,7 @@ export interface Faults {
   capture?: () => Promise<void> | void;
   resumeInPlace?: () => Promise<void> | void;
   stop?: () => Promise<void> | void;
+  applyEgress?: () => Promise<void> | void;
   probe?: () => Promise<void> | void;
   adopt?: () => Promise<void> | void;
 }
@@ -132,6 +133,7 @@ export class FakeSandbox implements RunningSandbox {
   boot: BootSpec | undefined;
   egress: EgressPolicy | undefined;
   async applyEgress(policy: EgressPolicy): Promise<void> {
+    await this.#factory.faults.applyEgress?.();
     this.#mustLive("egress policy");
     this.egress = policy;
   }
