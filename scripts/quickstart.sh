@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # The main job on a fresh machine: server, template from a real Debian image, Python in a microVM through
 # the unmodified E2B client, pause and resume. Idempotent: what is there is used.
+# Of the environment: AENV_HOME_PATH, AENV_RUNTIME_PATH, AENV_DEPS_PATH, AENV_CONFIG_PATH and API_ADDR say which server,
+# as for server.sh; AENV_QUICKSTART_IMAGE which image (a reference, or "local" for a Debian made here); else a public
+# registry's where one answers. What it starts besides the server, it ends.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 eval "$(scripts/server.sh env 2>/dev/null)"
@@ -23,16 +26,19 @@ eval "$(scripts/server.sh env)" # this server, whatever the caller's E2B_* say
 ok
 
 phase 2/4 "a real Debian image with Python"
+registry_dir=$AENV_HOME_PATH/registry
+trap '[[ ! -d $registry_dir ]] || { scripts/registry.sh stop "$registry_dir"; rm -rf "$registry_dir"; }' EXIT
 has_template() { dist/aenv template list --output json | grep -q "\"$template\""; }
 image=
 if has_template; then echo "      template $template is there"
 else
   # A public registry where one answers, otherwise an image made from this machine's own apt sources
   # in a local registry; both are pulled the same way.
-  status=$(curl -s -o /dev/null -w '%{http_code}' --connect-timeout 3 --max-time 5 https://registry-1.docker.io/v2/ || true)
-  if [[ $status == 200 || $status == 401 ]]; then image=docker.io/library/python:3.12-slim
-  else
-    registry=$(scripts/registry.sh start .aenv/registry)
+  image=${AENV_QUICKSTART_IMAGE:-}
+  [[ -n $image ]] || status=$(curl -s -o /dev/null -w '%{http_code}' --connect-timeout 3 --max-time 5 https://registry-1.docker.io/v2/ || true)
+  if [[ ${status:-} == 200 || ${status:-} == 401 ]]; then image=docker.io/library/python:3.12-slim; fi
+  if [[ -z $image || $image == local ]]; then
+    registry=$(scripts/registry.sh start "$registry_dir")
     image=${registry#http://}/agentenv/debian-python:latest
     scripts/make-debian-image.sh .aenv/image "$registry/agentenv/debian-python:latest"
   fi
@@ -43,7 +49,7 @@ phase 3/4 "template $template: image to block layers, boot, snapshot"
 if [[ -n $image ]]; then
   dist/aenv pull "$image" --name "$template" --cpu 1 --memory 512
   if [[ -n ${registry:-} ]]; then
-    scripts/registry.sh stop .aenv/registry
+    scripts/registry.sh stop "$registry_dir"
     echo "      the registry it was pulled from, $registry, was temporary and is stopped"
   fi
 else echo "      nothing to do"; fi
