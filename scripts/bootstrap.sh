@@ -20,10 +20,11 @@ while read -r probe package more; do
 done < scripts/packages.txt
 
 # As many of the packages as are given; a service package must not start its daemon on the machine that builds.
-log=$(mktemp) policy=/usr/sbin/policy-rc.d made=
+log= policy=/usr/sbin/policy-rc.d made=
 trap '[[ -z $made ]] || rm -f $policy' EXIT
 install() {
   say APT "$*"
+  log=$(mktemp)
   export DEBIAN_FRONTEND=noninteractive
   if [[ ! -e $policy ]]; then printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; made=1; fi
   local once=(apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "$@")
@@ -33,7 +34,7 @@ install() {
 if [[ ${1:-} == useful ]]; then
   ((${#useful[@]})) || exit 0
   if ! command -v apt-get >/dev/null || [[ $(id -u) != 0 ]] || ! install "${useful[@]}"; then say SKIPPED "not installed, and not needed: ${useful[*]}"; fi
-  rm -f "$log"
+  [[ -z $log ]] || rm -f "$log"
   exit 0
 fi
 
@@ -41,8 +42,8 @@ if ((${#missing[@]})); then
   command -v apt-get >/dev/null || die "these packages are missing and there is no apt-get: ${missing[*]}. Install their equivalents, then run make again."
   [[ $(id -u) == 0 ]] || die "these packages are missing: ${missing[*]}. Run: sudo apt-get install -y --no-install-recommends ${missing[*]}"
   install "${missing[@]}" || { tail -n 20 "$log" >&2; die "apt-get could not install: ${missing[*]} (full log: $log)"; }
+  rm -f "$log"
 fi
-rm -f "$log"
 
 mkdir -p .tools/bin
 if [[ $(.tools/bin/bun --version 2>/dev/null || true) != "$BUN_VERSION" ]]; then

@@ -35,8 +35,11 @@ count() { # name, status
   p=$(sed -nE 's/^ *([0-9]+) pass$/\1/p' "$log" | tail -1) f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
   s=$(sed -nE 's/^ *([0-9]+) skip$/\1/p' "$log" | tail -1) t=$(grep -cE '^Ran [0-9]+ tests? across' "$log")
   passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
-  # the name of each failed test, with the last error printed before it
+  # the name of each failed test, with the last error printed before it; files that died or could not be loaded
   awk -v suite="$name" '
+    /^[[:alnum:]_.\/-]+\.test\.ts:$/{file = substr($0, 1, length($0) - 1); why = ""}
+    /^✗ .* \(worker crashed: /{print suite ": " substr($0, index($0, " ") + 1)}
+    /^# Unhandled error between tests/{print suite ": " file " (error between tests)"}
     /^[A-Za-z]*[Ee]rror: /{why = "\n    " substr($0, 1, 400); lines = 1; next}
     /^ +at /{lines = 0}
     /^\(fail\) /{sub(/^\(fail\) /, ""); sub(/ \[[0-9.]+ms\]$/, "")
@@ -58,11 +61,15 @@ again() { # name, timeout of a test in ms
   mapfile -t files < <(awk '
     /^[[:alnum:]_.\/-]+\.test\.ts:$/{for (f in listed) print f; delete listed; ends = 0; file = substr($0, 1, length($0) - 1)}
     /^[0-9]+ tests? (failed|skipped):$/{ends = 1}
+    /^✗ .* \(worker crashed: /{print $2}
+    /^# Unhandled error between tests/{print file}
     /^\(fail\) /{if (ends) listed[file] = 1; else print file}' "$log" | sort -u)
   ((${f:-0} > 0 && ${#files[@]} > 0 && ${#files[@]} <= 4)) || return 0
   for file in "${files[@]}"; do
     note "once more, alone: $file"
-    timeout --kill-after=20 600 bun test --timeout "$limit" "./$file" || return 0
+    timeout --kill-after=20 600 bun test --timeout "$limit" "./$file" 2>&1 | tee "$work/alone.log"
+    # One that ends early has status 0 and no report.
+    [[ ${PIPESTATUS[0]} == 0 ]] && grep -qE '^Ran [0-9]+ tests? across' "$work/alone.log" || return 0
   done
   passed=$((passed + f)) failed=$((failed - f))
   mv "$work/$name.failures" "$work/$name.again"
