@@ -881,7 +881,12 @@ static void rpc_start(call *k) {
     timer_set(&ag->loop, &p->deadline, k->timeout_ms);
   }
   keep_put(p);
-  if (!subscribe(p, k, true)) return;
+  if (!subscribe(p, k, true)) {
+    // The caller was told that nothing runs.
+    kill_all(p);
+    watch_output(p);
+    return;
+  }
   send_event(k, 1, 0, NULL, 0, pid);
   watch_output(p);
 }

@@ -18,7 +18,7 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
 import type { MemoryImage, MemoryService } from "../memory/types.ts";
-import { DEFAULT_POLICY } from "../network/index.ts";
+import { DEFAULT_POLICY, type EgressPolicy } from "../network/index.ts";
 import type { NetworkService, NetworkSlot } from "../network/types.ts";
 import { type SupervisedBlockd, superviseBlockd } from "../storage/blockd/index.ts";
 import type { BlockClient } from "../storage/blockd/protocol.ts";
@@ -124,10 +124,15 @@ function drop(what: string): void {
 const slot = (index: number): NetworkSlot => {
   failWhen("slot");
   world.held.push("slot");
+  let policy = DEFAULT_POLICY;
   return {
     index,
-    policy: DEFAULT_POLICY,
-    applyPolicy: async () => undefined,
+    get policy() {
+      return policy;
+    },
+    applyPolicy: async (next) => {
+      policy = next;
+    },
     policyReport: async () => fakeReport(),
     netnsPath: "/run/none",
     tapName: "tap0",
@@ -339,6 +344,30 @@ describe("start", () => {
       code: "vm_died",
       message: expect.stringContaining("out of luck"),
     });
+  });
+});
+
+describe("the record of what runs", () => {
+  const rules = (port: number): EgressPolicy => ({ ...DEFAULT_POLICY, allowOut: [`10.0.0.${port}/32`] });
+
+  test("many at once write it: none fails, and the newest stays", async () => {
+    const running = await factory.boot(spec());
+    const path = join(home, "sandboxes", running.sandboxId, "live.json");
+    const writes = Array.from({ length: 60 }, (_, i) => running.applyEgress(rules(i)));
+    await Promise.all([...writes, running.checkpoint(join(home, "one"))]);
+    expect(JSON.parse(readFileSync(path, "utf8"))).toMatchObject({
+      policy: rules(59),
+      adoptable: { base: { layers: [{}] } },
+    });
+    await running.stop();
+  });
+
+  test("who writes it while the sandbox ends leaves nothing behind", async () => {
+    const running = await factory.boot(spec());
+    const writes = Array.from({ length: 20 }, (_, i) => running.applyEgress(rules(i)));
+    await Promise.all([running.stop(), ...writes]);
+    await running.applyEgress(rules(1));
+    expect(existsSync(join(home, "sandboxes", running.sandboxId))).toBeFalse();
   });
 });
 

@@ -698,6 +698,10 @@ class Running implements RunningSandbox {
   readonly #ending = new AbortController();
   /** Set while a capture reads the chains. */
   #capturing = false;
+  /** A disk that is just made anew, as it will be: known to another process, should this one end meanwhile. */
+  #remade: DeviceSpec | undefined;
+  /** The last write of the live record; never fails. */
+  #writing: Promise<void> = Promise.resolve();
 
   constructor(parts: RunningParts) {
     const { adoptable } = parts.live;
@@ -1035,9 +1039,10 @@ class Running implements RunningSandbox {
       const image = { ...now.image, virtualSizeBytes: now.virtualSizeBytes };
       before = spec(image);
       after = spec({ ...image, lowers: merged });
-      // Known to another process, should this one end between the release and the creation.
-      await this.#writeLive(after);
+      this.#remade = after;
+      await this.#writeLive();
     } catch (error) {
+      this.#remade = undefined;
       log.warn({ err: error, deviceId }, "lowers were not replaced");
       return;
     }
@@ -1048,6 +1053,8 @@ class Running implements RunningSandbox {
       log.error({ err: error, deviceId }, "a disk was not made over its merged lowers");
       await blockClient.create(before);
       return;
+    } finally {
+      this.#remade = undefined;
     }
     replaced();
   }
@@ -1057,20 +1064,30 @@ class Running implements RunningSandbox {
     for (const layer of this.#unused.splice(0)) await removeTree(layer.file);
   }
 
-  async #writeLive(device?: DeviceSpec): Promise<void> {
-    const { factory, live, slot } = this.#parts;
-    const adoptable = {
-      shape: this.#shape,
-      envdVersion: this.#envdVersion,
-      memory: this.#mapped,
-      base: this.#base,
-    };
-    await writeLive(factory.rootDir, {
+  /** One after the other, each with what holds when its turn comes: the last one written is the newest. */
+  #writeLive(): Promise<void> {
+    const turn = this.#writing.then(async () => {
+      // Its directory is about to go, or has gone.
+      if (this.#released) return;
+      await writeLive(this.#parts.factory.rootDir, this.#liveRecord());
+    });
+    this.#writing = turn.catch(() => undefined);
+    return turn;
+  }
+
+  #liveRecord(): LiveRecord {
+    const { live, slot } = this.#parts;
+    return {
       ...live,
       policy: slot.policy,
-      adoptable,
-      ...(device === undefined ? {} : { device }),
-    });
+      adoptable: {
+        shape: this.#shape,
+        envdVersion: this.#envdVersion,
+        memory: this.#mapped,
+        base: this.#base,
+      },
+      ...(this.#remade === undefined ? {} : { device: this.#remade }),
+    };
   }
 
   /**
@@ -1123,9 +1140,10 @@ class Running implements RunningSandbox {
     const { vm, resources, factory } = this.#parts;
     await vm.kill(factory.killGraceMs ?? KILL_GRACE_MS);
     this.#released = true;
-    // A merge writes into the directory that is about to go.
+    // A merge writes into the directory that is about to go, and so does who tells what runs.
     this.#ending.abort();
     await this.#compacting;
+    await this.#writing;
     try {
       await resources.disposeAsync();
     } catch (error) {
