@@ -230,10 +230,19 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
         : [];
     const before = kept();
     if (probe.mode === "kvm") {
+      expect(probe.reason).toBe("hardware virtualization: /dev/kvm runs a stock guest kernel");
       expect((await forced.identity).mode).toBe("kvm");
     } else {
+      const why = existsSync("/dev/kvm")
+        ? /^\/dev\/kvm does not run a stock guest kernel \(.+\)$/
+        : /^\/dev\/kvm is missing$/;
+      expect(probe.mode).toBe("tcg");
+      expect(probe.reason).toStartWith("emulation (TCG): ");
+      const reason = probe.reason.replace("emulation (TCG): ", "");
+      expect(reason).toMatch(why);
       const error = await errorOf(forced.probe());
       expect(error.code).toBe("kvm_unusable");
+      expect(error.message).toBe(`virtualization mode kvm is configured, but ${reason}`);
       expect(error.remediation).toContain("auto");
     }
     expect(kept()).toEqual(before);

@@ -1,5 +1,17 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { mkdir, mkdtemp, readdir, truncate, writeFile } from "node:fs/promises";
+import { existsSync } from "node:fs";
+import {
+  mkdir,
+  mkdtemp,
+  readdir,
+  readFile,
+  readlink,
+  rm,
+  symlink,
+  truncate,
+  writeFile,
+} from "node:fs/promises";
+import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 import { Sandbox } from "e2b";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
@@ -9,11 +21,14 @@ import { hostObjects, TestServer } from "../support/server.ts";
 
 /* What a user does wrong and what a host does to us, seen through the executable alone. */
 
-const EXECUTABLE = resolve(import.meta.dir, "../../dist/agentenv");
+const ROOT = resolve(import.meta.dir, "../..");
+const EXECUTABLE = join(ROOT, "dist/agentenv");
 
 let server: TestServer;
 let registry: LocalRegistry;
 let cacheDir: string;
+/** The server's own, so that nothing of others is in it. */
+let temporary: string;
 
 const sh = (...argv: string[]) => {
   const result = Bun.spawnSync(argv);
@@ -24,7 +39,12 @@ beforeAll(async () => {
   cacheDir = `/tmp/aenv-e2e-cache-${process.pid}`;
   await mkdir(cacheDir);
   sh("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", cacheDir);
-  server = await TestServer.create({ toml: `[image.cache]\nroot_dir = "${cacheDir}"` });
+  temporary = await mkdtemp(join(tmpdir(), "aenv-faults-"));
+  // Without network slots in store, those that are there are in use.
+  server = await TestServer.create({
+    toml: `[image.cache]\nroot_dir = "${cacheDir}"\n[pool.network]\nenabled = false`,
+    env: { TMPDIR: temporary },
+  });
   registry = await startDebianRegistry(join(server.home, "registry"));
   await server.start();
   const auth = await server.run(["auth"], `${server.url}\n${await server.apiKey()}\n`);
@@ -36,7 +56,34 @@ afterAll(async () => {
   await registry?.[Symbol.asyncDispose]();
   sh("umount", cacheDir);
   sh("rmdir", cacheDir);
+  await rm(temporary, { recursive: true, force: true });
 }, 60_000);
+
+/** All that the server has on this host, as lines; nothing in it changes while nothing happens. */
+async function traces(): Promise<string[]> {
+  const found = await hostObjects(server);
+  for (const dir of [server.runtime, join(server.home, "sandboxes"), temporary]) {
+    for (const entry of await readdir(dir, { recursive: true, withFileTypes: true }))
+      found.push(`${entry.isSocket() ? "socket" : "path"} ${join(entry.parentPath, entry.name)}`);
+  }
+  for (const line of (await readFile("/proc/net/unix", "utf8")).split("\n")) {
+    const path = line.split(/\s+/)[7];
+    // Bound ones only: of a connection one side has the path of the listener.
+    if (path !== undefined && [server.home, server.runtime, temporary].some((dir) => path.includes(dir)))
+      found.push(`unix ${path}`);
+  }
+  const config = await readFile(join(server.home, "config.toml"), "utf8");
+  const pools = [...config.matchAll(/_cidr = "(10\.\d+\.)/g)].map(([, prefix]) => prefix!);
+  const tables = Bun.spawnSync(["nft", "list", "ruleset"]).stdout.toString();
+  const addresses = Bun.spawnSync(["ip", "-o", "-4", "addr"]).stdout.toString();
+  for (const line of `${tables}\n${addresses}`.split("\n")) {
+    if (pools.some((prefix) => line.includes(prefix)))
+      found.push(line.trim().replaceAll(/(packets|bytes) \d+/g, "$1"));
+  }
+  const metrics = await fetch(`${server.url}/metrics`, { headers: { "x-api-key": await server.apiKey() } });
+  found.push(`${/^agentenv_block_devices\S* .*$/m.exec(await metrics.text())}`);
+  return [...new Set(found)].toSorted();
+}
 
 describe("keys", () => {
   test("a wrong key and no key end with 1 and say what to do", async () => {
@@ -97,13 +144,18 @@ describe("images", () => {
     );
     const original = new Uint8Array(await Bun.file(blob).arrayBuffer());
     await truncate(blob, 30_000);
-    expect(await failedPull(`${registry.host}/test/damaged:latest`)).toMatch(
-      /truncated|short|ended|bytes|size/i,
-    );
+    const short = await failedPull(`${registry.host}/test/damaged:latest`);
+    expect(short).toContain(`is cut off: 30000 of ${original.length} bytes arrived`);
+    expect(short).toContain("pull again; when it stays, the image was pushed incomplete");
     const altered = original.slice();
     altered[40_000]! ^= 1;
     await writeFile(blob, altered);
-    expect(await failedPull(`${registry.host}/test/damaged:latest`)).toMatch(/digest/i);
+    const found = new Bun.CryptoHasher("sha256").update(altered).digest("hex");
+    const wrong = await failedPull(`${registry.host}/test/damaged:latest`);
+    expect(wrong).toContain(`does not have its digest: expected sha256:${hex}, found sha256:${found}`);
+    expect(wrong).toContain(
+      "pull again; when it stays, the registry (or a proxy before it) serves damaged content",
+    );
   }, 120_000);
 
   test("a full disk while pulling: the reason is told, nothing half-made stays, and it works with space", async () => {
@@ -165,16 +217,51 @@ describe("the host", () => {
     expect(stderr).toContain(String(server.pid));
   }, 60_000);
 
+  let before: string[];
+  let id: string;
+
   test("a second server in one runtime directory is told who has it, and takes nothing of the first's", async () => {
-    const before = await hostObjects(server);
+    before = await traces();
+    id = (await server.run(["start", "works", "-d"])).stdout.trim();
+    const running = await hostObjects(server);
     const other = await TestServer.create();
     const { exitCode, stderr } = await serve({ ...other.environment, AENV_RUNTIME_PATH: server.runtime });
     expect(exitCode).toBe(1);
     expect(stderr).toContain(server.runtime);
     expect(stderr).toContain(String(server.pid));
     expect(stderr).toContain("AENV_RUNTIME_PATH");
-    expect((await hostObjects(server)).toSorted()).toEqual(before.toSorted());
+    expect((await hostObjects(server)).toSorted()).toEqual(running.toSorted());
+    expect((await server.run(["exec", id, "echo", "here"])).stdout).toBe("here\n");
     await other[Symbol.asyncDispose]();
+  }, 60_000);
+
+  test("a VMM that is killed from outside leaves nothing: process, namespace, tap, sockets, disk, directories", async () => {
+    const running = await traces();
+    const own = running.filter((line) => !before.includes(line));
+    for (const kind of [
+      /^process \d+: \S*qemu/,
+      /^mount .*netns/,
+      /^route /,
+      /^socket /,
+      /^unix /,
+      /^path .*sandboxes/,
+    ]) {
+      expect(own).toContainEqual(expect.stringMatching(kind));
+    }
+    expect(own.some((line) => line.includes(id))).toBe(true);
+    const vm = own
+      .map((line) => /^process (\d+): \S*qemu/.exec(line)?.[1])
+      .filter((pid) => pid !== undefined);
+    expect(vm).toHaveLength(1);
+    process.kill(Number(vm[0]), "SIGKILL");
+    await eventually("the server knows it no more", async () =>
+      (await server.run(["exec", id, "true"])).stderr.includes("HTTP 404"),
+    );
+    // Each of them is awaited: what is told here is what stays.
+    await eventually("nothing is left", async () => Bun.deepEquals(await traces(), before)).catch(
+      () => undefined,
+    );
+    expect(await traces()).toEqual(before);
   }, 60_000);
 
   test.each(["made an API key", "block daemon started"])(
@@ -212,8 +299,8 @@ describe("the host", () => {
     expect(stderr).toContain("in use");
     expect(stderr).toContain("API_ADDR");
     expect(await hostObjects(other)).toEqual([]);
+    expect(await readdir(other.runtime)).toEqual(["server.lock"]);
     await other[Symbol.asyncDispose]();
-    expect(await hostObjects(other).catch(() => [])).toEqual([]);
   }, 60_000);
 
   test("a start that fails late leaves no block daemon", async () => {
@@ -245,27 +332,72 @@ describe("the host", () => {
     await other[Symbol.asyncDispose]();
   }, 60_000);
 
-  const withoutKvm = {
-    "a /dev/kvm that is no KVM": "[ ! -e /dev/kvm ] || mount --bind /dev/null /dev/kvm",
-    "no /dev/kvm":
-      'mount -t tmpfs -o dev none "$1" && mkdir "$1/net" && cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom "$1" && cp -a /dev/net/tun "$1/net" && mount --bind "$1" /dev',
-  };
-  test.each(Object.entries(withoutKvm))(
-    "%s: doctor says so and that emulation is used",
-    async (_, hide) => {
+  /** A /dev of one's own, with what a server needs; `$1` is an empty directory. */
+  const ownDev =
+    'mount -t tmpfs -o dev none "$1" && mkdir "$1/net" && cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom "$1" && cp -a /dev/net/tun "$1/net"';
+  const withoutKvm: [string, string, { status: string; detail: string }, RegExp][] = [
+    [
+      "a /dev/kvm that is no KVM",
+      `${ownDev} && cp -a /dev/null "$1/kvm" && mount --bind "$1" /dev`,
+      { status: "ok", detail: "can be opened" },
+      /^emulation \(TCG\): \/dev\/kvm does not run a stock guest kernel \(the test guest ended early; QEMU: .*kvm.*\)$/i,
+    ],
+    [
+      "no /dev/kvm",
+      `${ownDev} && mount --bind "$1" /dev`,
+      { status: "warn", detail: "not there: guests are emulated (TCG), which is much slower" },
+      /^emulation \(TCG\): \/dev\/kvm is missing$/,
+    ],
+  ];
+  interface Check {
+    readonly name: string;
+    readonly status: string;
+    readonly detail: string;
+  }
+  /** What a server's log says about its virtual machines, once it says it. */
+  const probed = (log: () => Promise<string>) =>
+    eventually("the server has probed", async () => {
+      const line = / virtual machine monitor vmm=qemu .* mode=(\w+) reason=("(?:[^"\\]|\\.)*")/.exec(
+        await log(),
+      );
+      return line === null ? undefined : { mode: line[1]!, reason: JSON.parse(line[2]!) as string };
+    });
+
+  test.each(withoutKvm)(
+    "%s: doctor says so, that emulation is used, and why",
+    async (_, hide, device, reason) => {
       const dir = await mkdtemp(join(server.home, "dev-"));
       const child = Bun.spawn(
         ["unshare", "--mount", "sh", "-c", `${hide}; exec "$0" doctor --json`, EXECUTABLE, dir],
         { env: { ...server.environment }, stdout: "pipe", stderr: "pipe" },
       );
-      const text = await new Response(child.stdout).text();
+      const { checks } = JSON.parse(await new Response(child.stdout).text()) as { checks: Check[] };
       await child.exited;
-      const report = JSON.stringify(JSON.parse(text));
-      expect(report).toContain("/dev/kvm");
-      expect(report).toMatch(/tcg/i);
+      expect(checks.find(({ name }) => name === "/dev/kvm")).toMatchObject(device);
+      const machines = checks.find(({ name }) => name === "virtual machines")!;
+      expect(machines.status).toBe("warn");
+      expect(machines.detail).toMatch(/^qemu \d+\.\d+\.\d+.*, mode tcg: /);
+      expect(machines.detail.replace(/^.*, mode tcg: /, "")).toMatch(reason);
     },
     60_000,
   );
+
+  test("this machine's /dev/kvm: server and doctor say the same, and it is what guests run on", async () => {
+    const { mode, reason } = await probed(() => server.log());
+    console.log(`${mode}: ${reason}`);
+    if (mode === "kvm") expect(reason).toBe("hardware virtualization: /dev/kvm runs a stock guest kernel");
+    else if (!existsSync("/dev/kvm")) expect(reason).toBe("emulation (TCG): /dev/kvm is missing");
+    else expect(reason).toMatch(/^emulation \(TCG\): \/dev\/kvm does not run a stock guest kernel \(.+\)$/);
+    const { checks } = JSON.parse((await server.run(["doctor", "--json"])).stdout) as { checks: Check[] };
+    const machines = checks.find(({ name }) => name === "virtual machines")!;
+    expect(machines.status).toBe(mode === "kvm" ? "ok" : "warn");
+    expect(machines.detail).toContain(`, mode ${mode}: ${reason.split(" kernel")[0]}`);
+    const made = (await server.run(["start", "works", "-d"])).stdout.trim();
+    const vm = (await hostObjects(server)).find((line) => /^process \d+: \S*qemu/.test(line))!;
+    const command = await readFile(`/proc/${/\d+/.exec(vm)![0]}/cmdline`, "utf8");
+    expect(command.includes("\0-accel\0kvm") || /accel=kvm/.test(command)).toBe(mode === "kvm");
+    expect((await server.run(["delete", made])).exitCode).toBe(0);
+  }, 60_000);
 
   test("a configuration that is wrong names key, value and rule", async () => {
     const file = join(server.home, "wrong.toml");
@@ -293,4 +425,66 @@ describe("the host", () => {
     expect(run("serve", "--help").stdout.toString()).toContain("Usage");
     expect(run("nonsense").exitCode).toBe(2);
   });
+
+  test("the executable alone starts a server: no checkout, no Bun, no Node, a /dev/kvm that is none", async () => {
+    const dir = await mkdtemp(join(tmpdir(), "aenv-alone-"));
+    const bin = join(dir, "bin");
+    for (const name of ["alone", "bin", "dev"]) await mkdir(join(dir, name));
+    for (const name of ["sh", "ip", "nft", "nsenter", "qemu-system-x86_64"]) {
+      const path = Bun.which(name);
+      if (path !== null) await symlink(path, join(bin, name));
+    }
+    const script = `
+      set -e
+      mount --make-rprivate /
+      cp "$executable" "$alone/agentenv"
+      mkdir "$home/deps"
+      mount --bind "$AENV_DEPS_PATH" "$home/deps"
+      mount -t tmpfs none "$checkout"
+      { ${withoutKvm[0]![1]}; }
+      cd "$alone"
+      unset AENV_DEPS_PATH
+      PATH=$bin exec ./agentenv "$2"`;
+    const variables = { executable: EXECUTABLE, checkout: ROOT, alone: join(dir, "alone"), bin };
+    await using other = await TestServer.create({
+      launch: ([, ...args], { home }) => [
+        "env",
+        ...Object.entries({ ...variables, home }).map(([name, value]) => `${name}=${value}`),
+        ...["unshare", "--mount", "/bin/sh", "-c", script, "sh", join(dir, "dev"), ...args],
+      ],
+    });
+    await other.start();
+    const root = `/proc/${other.pid}/root`;
+    expect(await readdir(join(root, ROOT))).toEqual([]);
+    expect(await readlink(`/proc/${other.pid}/exe`)).toBe(join(dir, "alone/agentenv"));
+    expect(await readlink(`/proc/${other.pid}/cwd`)).toBe(join(dir, "alone"));
+    const environment = await readFile(`/proc/${other.pid}/environ`, "utf8");
+    expect(environment).toContain(`PATH=${bin}\0`);
+    expect((await readdir(bin)).filter((name) => /^(bun|node|npm)/.test(name))).toEqual([]);
+    expect((await fetch(`${other.url}/health`)).status).toBe(204);
+    const document = (await (await fetch(`${other.url}/openapi.json`)).json()) as {
+      openapi: string;
+      paths: object;
+    };
+    expect(document.openapi).toStartWith("3.1");
+    expect(Object.keys(document.paths)).toContain("/v2/sandboxes");
+    const page = await fetch(`${other.url}/docs`);
+    expect([page.status, page.headers.get("content-type")]).toEqual([200, "text/html; charset=utf-8"]);
+    expect(await page.text()).toContain("<!doctype html");
+    const listed = await fetch(`${other.url}/v2/sandboxes`, {
+      headers: { "x-api-key": await other.apiKey() },
+    });
+    expect([listed.status, await listed.json()]).toEqual([200, []]);
+    // It has found what its guests would run on, which has its kernel and its parts of C in it.
+    expect(await probed(() => other.log())).toMatchObject({
+      mode: "tcg",
+      reason: expect.stringMatching(withoutKvm[0]![3]),
+    });
+    // Nothing is written beside it.
+    expect(await readdir(join(dir, "alone"))).toEqual(["agentenv"]);
+    expect(await other.stop()).toBe(0);
+    expect(await hostObjects(other)).toEqual([]);
+    expect(await readFile(other.logPath, "utf8")).not.toMatch(/ (ERROR|FATAL) /);
+    await rm(dir, { recursive: true });
+  }, 60_000);
 });

@@ -259,9 +259,19 @@ describe("pause, kill -9 of the server, resume", () => {
   }, 120_000);
 
   test("it resumes with the same process and its files", async () => {
-    const token = (await Sandbox.getInfo(sandbox.sandboxId, connection)) as { envdAccessToken?: string };
+    const { envdAccessToken: token } = sandbox as unknown as { envdAccessToken: string };
+    expect(token).toMatch(/^\S{20,}$/);
+    const detail = async () => {
+      const headers = { "x-api-key": connection.apiKey };
+      const response = await fetch(`${server.url}/sandboxes/${sandbox.sandboxId}`, { headers });
+      return (await response.json()) as { state: string; envdAccessToken: string };
+    };
+    expect(await detail()).toMatchObject({ state: "paused", envdAccessToken: token });
+    const earlier = sandbox;
     sandbox = await Sandbox.connect(sandbox.sandboxId, { ...connection, timeoutMs: 600_000 });
-    expect(token).toBeDefined();
+    expect(await detail()).toMatchObject({ state: "running", envdAccessToken: token });
+    // Who connected before the pause goes on, with the token of then.
+    expect((await earlier.commands.run("echo same")).stdout).toBe("same\n");
     const processes = await sandbox.commands.list();
     expect(processes.map((process_) => process_.pid)).toContain(pid);
     expect(await sandbox.files.read("/root/kept")).toBe("on disk");
