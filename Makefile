@@ -1,4 +1,11 @@
 # AgentENV. `make quickstart` runs the main job, `make test` passes all tests; every target does its own set-up.
+# Root is asked for before anything is built or downloaded.
+ifneq ($(filter quickstart start,$(MAKECMDGOALS)),)
+NEEDS_ROOT := $(shell scripts/server.sh privileged || echo no)
+ifeq ($(NEEDS_ROOT),no)
+$(error network namespaces and taps need root: sudo make $(MAKECMDGOALS))
+endif
+endif
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := build
@@ -34,6 +41,7 @@ quickstart: build ## build, start the server, make a template from a Debian imag
 	@scripts/quickstart.sh
 
 test: build ## lint and run every test, real microVMs included
+	@scripts/bootstrap.sh test
 	@scripts/test.sh
 
 start: build ## start the server in the background
@@ -43,12 +51,15 @@ stop: ## stop the server that `make start` or `make quickstart` started
 	@scripts/server.sh stop
 
 bench: build ## measure and print the figures of docs/performance.md
+	@scripts/bootstrap.sh test
 	@scripts/bench.sh
 
 bench-%: build ## one file of tests/bench, e.g. bench-storage, bench-envd, bench-lifecycle
+	@scripts/bootstrap.sh test
 	@AENV_BENCH=$* scripts/bench.sh
 
 soak: build ## random lifecycle operations with faults (N=200 SEED=…), report of broken promises and leaks
+	@scripts/bootstrap.sh test
 	@dist/agentenv setup --home "$${AENV_TEST_HOME:-$(ROOT)/.aenv/home}"
 	@$(BUN) tests/crash/soak.ts $(or $(N),200) $(SEED)
 
@@ -66,6 +77,7 @@ check: deps native ## type check only
 native: $(NATIVE) ## the C parts
 
 rig: build ## run CMD=… in a throw-away machine with ublk and KVM (RIG_LIMIT seconds, docs/rig.md)
+	@scripts/bootstrap.sh test
 	@dist/agentenv setup --home "$${AENV_TEST_HOME:-$(ROOT)/.aenv/home}"
 	@scripts/rig.sh -t $(or $(RIG_LIMIT),600) -- bash -c $(if $(CMD),'$(subst ','\'',$(CMD))','echo "give CMD=…, e.g. make rig CMD=\"ls /dev/ublk-control\""; exit 2')
 
@@ -76,14 +88,17 @@ docs-check: deps native ## every documented command, option, key and link exists
 	@$(BUN) scripts/docs-check.ts
 
 torture: build ## images that are hard to get right, each the root file system of a guest, compared with what other tools make
+	@scripts/bootstrap.sh test
 	@scripts/bootstrap.sh useful
 	@dist/agentenv setup --home "$${AENV_TEST_HOME:-$(ROOT)/.aenv/home}"
 	@AENV_TEST_LONG=1 $(BUN) test tests/image/torture.test.ts
 
 try-fresh: build ## install, first sandbox, upgrade, crash, uninstall on a fresh machine made for it
+	@scripts/bootstrap.sh test
 	@scripts/try-fresh.sh
 
 try-image: build ## carry out deploy/docker/Dockerfile without a container engine, and start what it makes
+	@scripts/bootstrap.sh test
 	@scripts/try-image.sh
 
 deb: build ## the Debian package, in dist/

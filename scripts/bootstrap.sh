@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Makes this machine able to build, run and test the project: missing Debian packages through the
-# machine's own apt (as root), and the pinned Bun from npm into .tools/. Does nothing that is done.
+# Makes this machine able to build and run the project: missing Debian packages through the machine's own
+# apt (as root), and the pinned Bun from npm into .tools/. Does nothing that is done.
+#   scripts/bootstrap.sh image    besides what makes a Debian image and serves it
+#   scripts/bootstrap.sh test     besides what the tests and benchmarks need, that of image included
 #   scripts/bootstrap.sh useful   instead tries the packages that tests do better with; says so where that fails
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,12 +11,14 @@ cd "$(dirname "$0")/.."
 say() { printf '  %-7s %s\n' "$1" "$2"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
+case ${1:-} in ''|useful) wanted=() ;; image) wanted=(image:) ;; test) wanted=(image: test:) ;; *) die "usage: bootstrap.sh [image|test|useful]" ;; esac
 missing=() useful=()
 here() { if [[ $1 == /* ]]; then [[ -e $1 ]]; else command -v "$1" >/dev/null 2>&1 || [[ -x /usr/sbin/$1 || -x /sbin/$1 ]]; fi; }
 while read -r probe package more; do
   case $probe in
     ''|\#*) ;;
     \?) here "$package" || useful+=("$more") ;;
+    *:) [[ " ${wanted[*]} " != *" $probe "* ]] || here "$package" || missing+=("$more") ;;
     *) here "$probe" || missing+=("$package") ;;
   esac
 done < scripts/packages.txt

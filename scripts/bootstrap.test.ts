@@ -36,9 +36,13 @@ beforeEach(() => {
 });
 afterEach(() => rmSync(dir, { recursive: true, force: true }));
 
-function bootstrap(env: Readonly<Record<string, string | undefined>> = {}, prefix: readonly string[] = []) {
+function bootstrap(
+  env: Readonly<Record<string, string | undefined>> = {},
+  prefix: readonly string[] = [],
+  args: readonly string[] = [],
+) {
   const { exitCode, stdout, stderr } = Bun.spawnSync(
-    [...prefix, join(dir, "checkout/scripts/bootstrap.sh")],
+    [...prefix, join(dir, "checkout/scripts/bootstrap.sh"), ...args],
     {
       env: {
         PATH: "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -88,6 +92,20 @@ describe("packages that are missing", () => {
         "Run: sudo apt-get install -y --no-install-recommends first-package second-package\n",
     });
     expect(everything()).toEqual(before);
+  });
+
+  test("those of the tests only when asked for", () => {
+    writeFileSync(
+      join(dir, "checkout/scripts/packages.txt"),
+      "aenv-no-1 always\nimage: aenv-no-2 of-image\ntest: aenv-no-3 of-test\n? aenv-no-4 useful\n",
+    );
+    const PATH = only(...BASICS);
+    const missing = (...mark: string[]) =>
+      /apt-get: (.*)\. Install/.exec(bootstrap({ PATH }, [], mark).err)?.[1];
+    expect(missing()).toBe("always");
+    expect(missing("image")).toBe("always of-image");
+    expect(missing("test")).toBe("always of-image of-test");
+    expect(bootstrap({ PATH }, [], ["tests"]).exitCode).toBe(1);
   });
 
   test("without apt: one line with their names, nothing changed", () => {

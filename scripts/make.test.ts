@@ -86,6 +86,29 @@ test("every C file is compiled, with warnings as errors", () => {
   expect(sources.filter((name) => !compiled.has(name))).toEqual([]);
 });
 
+test("only tests and benchmarks ask for their packages", () => {
+  const asked = (target: string) => {
+    const { exitCode, out } = make(ROOT, "-n", target);
+    expect([target, exitCode]).toEqual([target, 0]);
+    return [...out.matchAll(/scripts\/bootstrap\.sh +(\w+)/g)].map(([, what]) => what);
+  };
+  for (const target of ["build", "start", "quickstart", "deb", "release", "lint"])
+    expect([target, asked(target)]).toEqual([target, []]);
+  for (const target of ["test", "bench", "bench-envd", "soak", "try-fresh", "try-image", "rig"])
+    expect([target, asked(target)]).toEqual([target, ["test"]]);
+});
+
+const isRoot = process.geteuid?.() === 0;
+if (!isRoot) console.log("skipped: targets that need root, as another user: that takes root to become one");
+test.skipIf(!isRoot)("without root: told before anything is made or downloaded", () => {
+  for (const target of ["quickstart", "start"]) {
+    const line = ["setpriv", "--reuid=64321", "--regid=64321", "--clear-groups", "make", "-C", ROOT, target];
+    const { exitCode, stdout, stderr } = Bun.spawnSync(line, { env: ENV, stdin: "ignore" });
+    expect([exitCode, stdout.toString().match(/CC|bun|setup|download/)]).toEqual([2, null]);
+    expect(stderr.toString()).toContain(`network namespaces and taps need root: sudo make ${target}`);
+  }
+});
+
 describe("in a checkout with next to nothing in it", () => {
   const PARTS = {
     "build/libaenv.so": "c/shim/unit.c",

@@ -18,7 +18,7 @@ die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 url=http://$API_ADDR
 
-[[ $(id -u) == 0 ]] || die "network namespaces and taps need root: sudo make quickstart"
+scripts/server.sh privileged || die "network namespaces and taps need root: sudo make quickstart"
 
 phase 1/4 "guest kernel, VMM and server"
 scripts/server.sh start quiet
@@ -38,6 +38,7 @@ else
   [[ -n $image ]] || status=$(curl -s -o /dev/null -w '%{http_code}' --connect-timeout 3 --max-time 5 https://registry-1.docker.io/v2/ || true)
   if [[ ${status:-} == 200 || ${status:-} == 401 ]]; then image=docker.io/library/python:3.12-slim; fi
   if [[ -z $image || $image == local ]]; then
+    scripts/bootstrap.sh image
     registry=$(scripts/registry.sh start "$registry_dir")
     image=${registry#http://}/agentenv/debian-python:latest
     scripts/make-debian-image.sh .aenv/image "$registry/agentenv/debian-python:latest"

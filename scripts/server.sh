@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Starts and stops the server of this checkout in the background. State lives in .aenv/, the executable in dist/.
+#   server.sh privileged                succeeds where a server can be started: CAP_NET_ADMIN and CAP_SYS_ADMIN
 #   server.sh start|stop|status|env     env: lines for eval: PATH, the paths above, E2B_* for aenv and the SDKs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,6 +26,10 @@ Try it:
   aenv start py                                  a shell in a new sandbox
 EOF
 }
+privileged() {
+  local effective; effective=$(sed -n 's/^CapEff:\t//p' /proc/self/status)
+  ((($((16#$effective)) & 0x201000) == 0x201000))
+}
 # How many sandboxes run; nothing where that cannot be told.
 count_running() {
   local list
@@ -33,10 +38,12 @@ count_running() {
 }
 
 case ${1:-} in
+  privileged) privileged;;
   start)
     if running; then store_credentials; echo "server already runs (pid $(cat "$pidfile")), http://$API_ADDR"
       [[ $wanted == "$API_ADDR" || $wanted == 127.0.0.1:8000 ]] || echo "for http://$wanted: make stop, then API_ADDR=$wanted make start"
       try_it "${2:-}"; exit 0; fi
+    privileged || { echo "error: network namespaces and taps need root: sudo make start" >&2; exit 1; }
     mkdir -p "$AENV_HOME_PATH/logs"
     dist/agentenv setup --home "$AENV_HOME_PATH"
     from=$(stat -c %s "$log" 2>/dev/null || echo 0)
