@@ -2,6 +2,7 @@ import { afterAll, beforeAll, expect, setDefaultTimeout, test } from "bun:test";
 import { mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
+import client from "e2b/package.json" with { type: "json" };
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
 import { asServiceUser, TestServer } from "../support/server.ts";
 
@@ -33,7 +34,7 @@ afterAll(async () => {
 /** Blocks of a page that are marked to be run, in their order. */
 function marked(page: string): { readonly language: string; readonly code: string }[] {
   const text = readFileSync(join(ROOT, page), "utf8");
-  return [...text.matchAll(/^```(sh|ts) run\n(.*?)^```$/gms)].map(([, language, code]) => ({
+  return [...text.matchAll(/^```(sh|[jt]s) run\n(.*?)^```$/gms)].map(([, language, code]) => ({
     language: language!,
     code: code!,
   }));
@@ -62,6 +63,14 @@ async function run(argv: readonly string[], cwd: string): Promise<string> {
   return stdout;
 }
 
+/** Why the client does not run under this machine's Node.js; undefined: it does. */
+const nodeIsTooOld = (() => {
+  if (Bun.which("node") === null) return "there is no node";
+  const version = Bun.spawnSync(["node", "--version"]).stdout.toString().trim().slice(1);
+  return Bun.semver.satisfies(version, client.engines.node) ? undefined : `node is ${version}`;
+})();
+if (nodeIsTooOld !== undefined) console.log(`skipped: README's sample under Node.js: ${nodeIsTooOld}`);
+
 /** A page's shell blocks are one session: variables of one are there in the next. */
 async function runPage(page: string): Promise<string> {
   const blocks = marked(page);
@@ -78,6 +87,12 @@ async function runPage(page: string): Promise<string> {
   for (const { language, code } of blocks) {
     // Where the client is found.
     if (language === "ts") output += await run([process.execPath, "-e", code], ROOT);
+    if (language !== "js") continue;
+    // The template of `make quickstart`; here the page's own.
+    const sample = code.replace('"quickstart"', '"py"');
+    const engines = [[process.execPath, "-e"]];
+    if (nodeIsTooOld === undefined) engines.push(["node", "--input-type=module", "-e"]);
+    for (const engine of engines) output += await run([...engine, sample], ROOT);
   }
   return output;
 }
@@ -95,6 +110,13 @@ test("README", async () => {
   const output = await runPage("README.md");
   expect(output).toContain("hello\n");
   expect(output).toContain("Directory listing for /");
+  // The sample, by each that can run it here.
+  const samples = nodeIsTooOld === undefined ? 2 : 1;
+  expect(output.match(/^42\nkept over the pause$/gm)).toHaveLength(samples);
+  expect(readFileSync(join(ROOT, "README.md"), "utf8")).toContain(
+    "needs Node.js 20 (from 20.18.1) or 22 and newer",
+  );
+  expect(client.engines.node).toBe(">=20.18.1 <21 || >=22");
 });
 
 test("getting started", async () => {
