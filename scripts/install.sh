@@ -31,7 +31,8 @@ bin=$prefix/bin/agentenv
 say() { printf '%s\n' "$*"; }
 step() { printf '  %-12s %s\n' "$1" "$2"; }
 die() { printf 'Error: %s\n' "$1" >&2; [[ -z ${2:-} ]] || printf '  %s\n' "$2" >&2; exit 1; }
-usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2; }
+# With an argument: that word is why.
+usage() { [[ -z ${1:-} ]] || printf 'Error: unknown option or command: %s\n\n' "$1" >&2; sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2; }
 # A value of the environment file; nothing where the file or the key is not there.
 setting() { [[ ! -r $envfile ]] || sed -n "s/^$1=//p" "$envfile" | tail -n 1; }
 systemd() { [[ -d /run/systemd/system ]] && command -v systemctl >/dev/null; }
@@ -183,7 +184,7 @@ install_server() {
       --from) from=${2:?--from needs a file or URL}; shift 2;;
       --sha256) sha256=${2:?--sha256 needs a checksum}; shift 2;;
       --no-start) start=; shift;;
-      *) usage;;
+      *) usage "$1";;
     esac
   done
   [[ -n $from ]] || usage
@@ -238,7 +239,7 @@ install_cli() {
     case $1 in
       --from) from=${2:?--from needs a file or URL}; shift 2;;
       --sha256) sha256=${2:?--sha256 needs a checksum}; shift 2;;
-      *) usage;;
+      *) usage "$1";;
     esac
   done
   [[ -n $from ]] || usage
@@ -260,7 +261,7 @@ install_cli() {
 
 uninstall_server() {
   local purge=
-  case ${1:-} in '') ;; --purge) purge=1;; *) usage;; esac
+  case ${1:-} in '') ;; --purge) purge=1;; *) usage "$1";; esac
   check_arguments
   if systemd && [[ -e $unit ]]; then
     step stop "aenv.service: running sandboxes are paused and stored"
@@ -310,9 +311,10 @@ end_leftovers() {
 }
 
 case ${1:-} in
+  -h|--help) usage 2>&1;;
   uninstall) shift; uninstall_server "$@";;
   install) shift; install_server "$@";;
   cli) shift; install_cli "$@";;
   --*) install_server "$@";;
-  *) usage;;
+  *) usage "${1:-}";;
 esac

@@ -1,7 +1,7 @@
 import { readFileSync } from "node:fs";
 import { mkdir } from "node:fs/promises";
 import { totalmem } from "node:os";
-import { basename, join } from "node:path";
+import { basename, join, resolve } from "node:path";
 import { parseArgs } from "node:util";
 import {
   loadApiKey,
@@ -17,6 +17,7 @@ import { makeDirDurable } from "./lib/durable.ts";
 import { AenvError, errorChain } from "./lib/errors.ts";
 import { createLogger, type Logger } from "./lib/log.ts";
 import { selfCommand } from "./lib/self.ts";
+import { usageProblem } from "./lib/usage.ts";
 import { createMemoryService } from "./memory/index.ts";
 import { createNetworkService } from "./network/index.ts";
 import { createObserver } from "./observability/index.ts";
@@ -42,15 +43,16 @@ import {
 
 const HELP = `Runs the server: the E2B-compatible API, the proxy into sandboxes, and their lifecycle.
 
-Usage: agentenv serve [--config PATH]
+Usage: agentenv serve [--config PATH] [--home DIR]
 
 Options:
   --config PATH   configuration file (default: $AENV_CONFIG_PATH, else the packaged defaults)
+  --home DIR      state directory instead of home_path, with the dependencies in it
   -h, --help      this text
 
 Environment: AENV_HOME_PATH, AENV_RUNTIME_PATH, API_ADDR, AENV_API_KEY and the overrides that
-config/default.toml names. SIGINT or SIGTERM pauses every sandbox, stores it and ends. SIGUSR2 ends and leaves
-them running, for the next server to take over.
+the packaged configuration names (agentenv config default). SIGINT or SIGTERM pauses every sandbox,
+stores it and ends. SIGUSR2 ends and leaves them running, for the next server to take over.
 `;
 
 const MIB = 1024 ** 2;
@@ -451,11 +453,39 @@ async function startNode(config: NodeConfig, log: Logger) {
   };
 }
 
-export async function serveMain(argv: string[]): Promise<number> {
-  const { values } = parseArgs({
+function parseFlags(argv: string[]) {
+  return parseArgs({
     args: argv,
-    options: { config: { type: "string" }, help: { type: "boolean", short: "h" } },
-  });
+    options: {
+      config: { type: "string" },
+      home: { type: "string" },
+      help: { type: "boolean", short: "h" },
+    },
+  }).values;
+}
+
+/** Where the setting is that somebody looked for among the flags. */
+function settingHint(argv: readonly string[]): string {
+  const flags = argv.map((word) => word.replace(/=.*/s, ""));
+  const asked = (...names: string[]) => names.some((name) => flags.includes(name));
+  if (asked("--port", "-p", "--host", "--listen", "--addr", "--address", "--bind")) {
+    return 'the address is API_ADDR=HOST:PORT in the environment, or listen = "HOST:PORT" under [server] in the file of --config';
+  }
+  if (asked("--key", "--api-key", "-k")) {
+    return "the key is AENV_API_KEY in the environment, else HOME/secrets/api-key";
+  }
+  return "other settings are in the file of --config and in the environment: agentenv config default prints and explains them";
+}
+
+/** `agentenv serve`. Exit codes: 0 stopped or left, 1 failed, 2 wrong usage. */
+export async function serveMain(argv: string[]): Promise<number> {
+  let values: ReturnType<typeof parseFlags>;
+  try {
+    values = parseFlags(argv);
+  } catch (error) {
+    process.stderr.write(`Error: ${usageProblem(error)}\n  ${settingHint(argv)}\n\n${HELP}`);
+    return 2;
+  }
   if (values.help) {
     process.stdout.write(HELP);
     return 0;
@@ -477,7 +507,11 @@ export async function serveMain(argv: string[]): Promise<number> {
   let node: Awaited<ReturnType<typeof startNode>>;
   try {
     const config = loadServerConfig({
-      env: process.env,
+      // As setup and doctor have it: the dependencies move with the home.
+      env:
+        values.home === undefined
+          ? process.env
+          : { ...process.env, AENV_HOME_PATH: resolve(values.home), AENV_DEPS_PATH: undefined },
       ...(values.config === undefined ? {} : { path: values.config }),
     });
     for (const warning of config.warnings) log.warn(warning);

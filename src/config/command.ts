@@ -2,6 +2,7 @@ import { parseArgs } from "node:util";
 import { stringify } from "smol-toml";
 import packagedFile from "../../config/default.toml" with { type: "text" };
 import { AenvError } from "../lib/errors.ts";
+import { usageProblem } from "../lib/usage.ts";
 import { type ExplainedKey, explainConfig, loadConfig, loadServerConfig } from "./load.ts";
 import { checkoutHome } from "./paths.ts";
 
@@ -71,7 +72,7 @@ export function configMain(argv: string[]): number {
   try {
     flags = parseFlags(argv);
   } catch (error) {
-    return fail(`${error instanceof Error ? error.message : error}\n\n${USAGE}`, 2);
+    return fail(`${usageProblem(error)}\n\n${USAGE}`, 2);
   }
   const { values, positionals } = flags;
   if (values.help) {

@@ -18,6 +18,7 @@ import { errorCode } from "../lib/durable.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import { selfCommand } from "../lib/self.ts";
+import { usageProblem } from "../lib/usage.ts";
 import { formatBytes } from "./console.ts";
 import { isContainer, KERNEL_SETTINGS, nearestExisting, readSysctl } from "./host.ts";
 import { type InstalledManifest, readManifest } from "./manifest.ts";
@@ -635,7 +636,7 @@ export async function doctorMain(argv: string[]): Promise<number> {
   try {
     flags = parseFlags(argv);
   } catch (error) {
-    process.stderr.write(`Error: ${error instanceof Error ? error.message : error}\n\n${USAGE}`);
+    process.stderr.write(`Error: ${usageProblem(error)}\n\n${USAGE}`);
     return 2;
   }
   if (flags.help) {

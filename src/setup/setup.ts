@@ -5,6 +5,7 @@ import { AenvError, errorChain } from "../lib/errors.ts";
 import { FileLock, lockHolder } from "../lib/file-lock.ts";
 import { createLogger } from "../lib/log.ts";
 import type { ProgressSink } from "../lib/progress.ts";
+import { usageProblem } from "../lib/usage.ts";
 import { type AptHost, PrivateApt } from "./apt/apt.ts";
 import { consoleProgress, reportError } from "./console.ts";
 import { treeDamage } from "./files.ts";
@@ -307,7 +308,7 @@ export async function setupMain(argv: string[]): Promise<number> {
   try {
     flags = parseFlags(argv);
   } catch (error) {
-    process.stderr.write(`Error: ${error instanceof Error ? error.message : error}\n\n${USAGE}`);
+    process.stderr.write(`Error: ${usageProblem(error)}\n\n${USAGE}`);
     return 2;
   }
   if (flags.help) {
