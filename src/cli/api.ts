@@ -1,6 +1,7 @@
 import { createConnection, type Socket } from "node:net";
 import { CliError } from "./command.ts";
-import { type Credentials, environmentCredentials, loadCredentials } from "./credentials.ts";
+import { type Credentials, environmentCredentials, ignoredUrl, loadCredentials } from "./credentials.ts";
+import { plainText } from "./output.ts";
 
 const REQUEST_TIMEOUT_MS = 120_000;
 const CONNECT_TIMEOUT_MS = 5_000;
@@ -149,7 +150,12 @@ export class Api {
   }
 
   static async open(): Promise<Api> {
-    return new Api(await loadCredentials());
+    const credentials = await loadCredentials();
+    const ignored = ignoredUrl(credentials);
+    if (ignored !== undefined) {
+      process.stderr.write(`${plainText(`Warning: ${ignored}; the server is ${credentials.url}`)}\n`);
+    }
+    return new Api(credentials);
   }
 
   /** Errors: `ApiError` for an answer that is one, `UnreachableError` when there is no answer. */

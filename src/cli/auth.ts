@@ -1,6 +1,13 @@
+import { Api, ApiError } from "./api.ts";
 import { CliError } from "./command.ts";
-import { environmentCredentials, keyProblem, saveCredentials, urlProblem } from "./credentials.ts";
-import { print } from "./output.ts";
+import {
+  type Credentials,
+  environmentCredentials,
+  keyProblem,
+  saveCredentials,
+  urlProblem,
+} from "./credentials.ts";
+import { plainText, print } from "./output.ts";
 import { RawMode } from "./terminal.ts";
 
 const DEFAULT_URL = "http://localhost:8000";
@@ -106,7 +113,30 @@ function ended(what: string): CliError {
   return new CliError(`the input ended before ${what}; nothing was saved`);
 }
 
-/** `aenv auth`: asks for the server's address and key; works without the network. */
+const CHECK_TIMEOUT_MS = 5_000;
+
+/** What a server says to its new credentials; undefined: it takes them. */
+async function refusal(credentials: Credentials): Promise<string | undefined> {
+  try {
+    await new Api(credentials).request("GET", "/v2/sandboxes?limit=1", {
+      timeoutMs: CHECK_TIMEOUT_MS,
+      connectTimeoutMs: CHECK_TIMEOUT_MS,
+    });
+    return undefined;
+  } catch (error) {
+    if (!(error instanceof CliError)) throw error;
+    if (error instanceof ApiError && error.status === 401) {
+      return `the server at ${credentials.url} refuses this key; aenv auth asks again`;
+    }
+    const cause = error.cause instanceof Error ? `: ${error.cause.message}` : "";
+    return `not checked: ${error.message}${cause}`;
+  }
+}
+
+/**
+ * `aenv auth`: asks for the server's address and key. Saving needs no network; the server is asked afterwards,
+ * and what it does not like is told on standard error, with status 0.
+ */
 export async function auth(): Promise<number> {
   using input = new LineReader();
   const answer = await input.read(`AENV server URL [${DEFAULT_URL}]: `, false);
@@ -123,8 +153,11 @@ export async function auth(): Promise<number> {
       hint: "the server keeps its key in $AENV_HOME_PATH/secrets/api-key unless AENV_API_KEY is set",
     });
   }
-  await saveCredentials({ url: url.replace(/\/+$/, ""), apiKey });
+  const credentials = { url: url.replace(/\/+$/, ""), apiKey };
+  await saveCredentials(credentials);
   print("Credentials saved.");
+  const refused = await refusal(credentials);
+  if (refused !== undefined) process.stderr.write(`Warning: ${plainText(refused)}\n`);
   if (environmentCredentials() !== undefined) {
     process.stderr.write("E2B_API_URL and E2B_API_KEY are set: they win over what was saved.\n");
   }

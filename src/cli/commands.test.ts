@@ -12,6 +12,13 @@ import { parseLine } from "./program.ts";
 // Processes and terminals: a busy machine takes its time.
 setDefaultTimeout(60_000);
 
+/** Where nobody listens. */
+async function freePort(): Promise<number> {
+  const server = Bun.serve({ port: 0, hostname: "127.0.0.1", fetch: () => new Response() });
+  await server.stop(true);
+  return server.port!;
+}
+
 let rig: CliRig;
 beforeAll(async () => {
   rig = await CliRig.start();
@@ -26,15 +33,38 @@ describe("aenv auth", () => {
 
   test("piped: saved as a private file and nothing else", async () => {
     rmSync(config(), { recursive: true, force: true });
-    const run = await rig.aenv(["auth"], { env: env(), stdin: `http://host:1234///\n${API_KEY}\n` });
+    const run = await rig.aenv(["auth"], { env: env(), stdin: `${rig.url}///\n${API_KEY}\n` });
     expect(run).toEqual({
       code: 0,
       out: "AENV server URL [http://localhost:8000]: API key: Credentials saved.\n",
       err: "",
     });
-    expect(Bun.TOML.parse(saved())).toEqual({ url: "http://host:1234", api_key: API_KEY });
+    expect(Bun.TOML.parse(saved())).toEqual({ url: rig.url, api_key: API_KEY });
     expect(statSync(file()).mode & 0o777).toBe(0o600);
     expect(readdirSync(join(config(), "aenv"))).toEqual(["credentials"]);
+  });
+
+  test("saved, and told, when the server refuses the key, does not answer or is none of ours", async () => {
+    const auth = async (url: string, key: string) => {
+      const { code, err } = await rig.aenv(["auth"], { env: env(), stdin: `${url}\n${key}\n` });
+      expect(code).toBe(0);
+      expect(Bun.TOML.parse(saved())).toEqual({ url, api_key: key });
+      expect(err).not.toContain(key);
+      return err;
+    };
+    expect(await auth(rig.url, "e2b_wrong")).toBe(
+      `Warning: the server at ${rig.url} refuses this key; aenv auth asks again\n`,
+    );
+    const nobody = `http://127.0.0.1:${await freePort()}`;
+    expect(await auth(nobody, API_KEY)).toStartWith(
+      `Warning: not checked: cannot reach the server at ${nobody}: `,
+    );
+    using other = Bun.serve({
+      port: 0,
+      hostname: "127.0.0.1",
+      fetch: () => new Response("<html>hello</html>"),
+    });
+    expect(await auth(`http://127.0.0.1:${other.port}`, API_KEY)).toContain("something other than JSON");
   });
 
   test("no line end, blanks around, Windows line ends, the default URL", async () => {
@@ -336,6 +366,18 @@ describe("the way to the server", () => {
     expect(wrong.code).toBe(1);
     expect(wrong.err).toContain("the key is that of $E2B_API_KEY");
     expect((await rig.aenv(["list"], { env: { E2B_API_KEY: "another" } })).out).toContain(id);
+    for (const key of [{}, { E2B_API_KEY: "" }] as Record<string, string>[]) {
+      const alone = { E2B_API_URL: "http://127.0.0.1:9", ...key };
+      const saved = await rig.aenv(["list"], { env: alone });
+      expect(saved.out).toContain(id);
+      expect(saved.err).toBe(
+        `Warning: E2B_API_URL (http://127.0.0.1:9) is ignored: there is no E2B_API_KEY with it; the server is ${rig.url}\n`,
+      );
+      expect((await rig.aenv(["doctor"], { env: alone })).out).toContain(
+        "E2B_API_URL (http://127.0.0.1:9) is ignored",
+      );
+      expect((await rig.aenv(["list"], { env: { E2B_API_URL: `${rig.url}/`, ...key } })).err).toBe("");
+    }
     const bad = await rig.aenv(["list"], { env: { E2B_API_URL: "a", E2B_API_KEY: "top secret" } });
     expect(bad.err).toStartWith('Error: $E2B_API_URL: "a" is not an http or https URL');
     const auth = await rig.aenv(["auth"], { env: elsewhere, stdin: `\n${API_KEY}\n` });

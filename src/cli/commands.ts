@@ -52,7 +52,7 @@ export const COMMANDS: readonly Command[] = [
     group: CLIENT,
     summary: "Store the server's URL and API key",
     details:
-      "Asks for both and writes them to ~/.config/aenv/credentials (below $XDG_CONFIG_HOME when that is set), mode 0600. The key is never taken from the command line. E2B_API_URL and E2B_API_KEY of the environment, when both are set, win over the file.",
+      "Asks for both and writes them to ~/.config/aenv/credentials (below $XDG_CONFIG_HOME when that is set), mode 0600. The key is never taken from the command line. The server is asked afterwards: a warning says when it refuses the key or does not answer. E2B_API_URL and E2B_API_KEY of the environment, when both are set, win over the file; E2B_API_URL alone is ignored, with a warning.",
     arguments: [],
     flags: [],
     examples: ["aenv auth", "printf '%s\\n%s\\n' URL \"$(cat KEYFILE)\" | aenv auth"],

@@ -55,6 +55,13 @@ export async function findCredentials(
   return { credentials: await readCredentials(path), path };
 }
 
+/** What is to be told when `E2B_API_URL` is set and another server is used: it counts only with a key. */
+export function ignoredUrl({ url }: Credentials): string | undefined {
+  const { E2B_API_URL: given = "", E2B_API_KEY: key = "" } = process.env;
+  if (given === "" || key !== "" || given.replace(/\/+$/, "") === url) return undefined;
+  return `E2B_API_URL (${given}) is ignored: there is no E2B_API_KEY with it`;
+}
+
 /** `findCredentials` without the place. */
 export async function loadCredentials(): Promise<Credentials> {
   return (await findCredentials()).credentials;

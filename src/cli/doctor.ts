@@ -3,7 +3,7 @@ import { version } from "../version.ts";
 import { routingHeaders } from "./agent.ts";
 import { Api, ApiError, type SandboxJson } from "./api.ts";
 import { CliError, type Invocation } from "./command.ts";
-import { type Credentials, findCredentials } from "./credentials.ts";
+import { type Credentials, findCredentials, ignoredUrl } from "./credentials.ts";
 import { plainText, print, printJson, wantsTable } from "./output.ts";
 import { runningTarget } from "./target.ts";
 
@@ -35,6 +35,11 @@ async function checkCredentials(): Promise<{ finding: Finding; credentials?: Cre
     const { credentials, path } = await findCredentials();
     if (path === undefined) {
       return { credentials, finding: { name, status: "ok", detail: "$E2B_API_URL and $E2B_API_KEY" } };
+    }
+    const ignored = ignoredUrl(credentials);
+    if (ignored !== undefined) {
+      const cure = "set E2B_API_KEY, too, or unset E2B_API_URL";
+      return { credentials, finding: { name, status: "warn", detail: `${path}; ${ignored}`, cure } };
     }
     const { mode } = await stat(path);
     if ((mode & 0o077) !== 0) {
