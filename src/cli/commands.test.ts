@@ -380,7 +380,7 @@ describe("the way to the server", () => {
     }
     const bad = await rig.aenv(["list"], { env: { E2B_API_URL: "a", E2B_API_KEY: "top secret" } });
     expect(bad.err).toStartWith('Error: $E2B_API_URL: "a" is not an http or https URL');
-    const auth = await rig.aenv(["auth"], { env: elsewhere, stdin: `\n${API_KEY}\n` });
+    const auth = await rig.aenv(["auth"], { env: elsewhere, stdin: `${rig.url}\n${API_KEY}\n` });
     expect(auth.err).toBe("E2B_API_URL and E2B_API_KEY are set: they win over what was saved.\n");
   });
 
