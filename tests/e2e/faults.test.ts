@@ -224,7 +224,7 @@ describe("the host", () => {
     before = await traces();
     id = (await server.run(["start", "works", "-d"])).stdout.trim();
     const running = await hostObjects(server);
-    const other = await TestServer.create();
+    await using other = await TestServer.create();
     const { exitCode, stderr } = await serve({ ...other.environment, AENV_RUNTIME_PATH: server.runtime });
     expect(exitCode).toBe(1);
     expect(stderr).toContain(server.runtime);
@@ -232,7 +232,6 @@ describe("the host", () => {
     expect(stderr).toContain("AENV_RUNTIME_PATH");
     expect((await hostObjects(server)).toSorted()).toEqual(running.toSorted());
     expect((await server.run(["exec", id, "echo", "here"])).stdout).toBe("here\n");
-    await other[Symbol.asyncDispose]();
   }, 60_000);
 
   test("a VMM that is killed from outside leaves nothing: process, namespace, tap, sockets, disk, directories", async () => {
@@ -289,7 +288,7 @@ describe("the host", () => {
   );
 
   test("a port in use is named with the cure, and nothing is left of the attempt", async () => {
-    const other = await TestServer.create();
+    await using other = await TestServer.create();
     const { exitCode, stderr } = await serve({
       ...other.environment,
       API_ADDR: server.environment.API_ADDR!,
@@ -300,7 +299,6 @@ describe("the host", () => {
     expect(stderr).toContain("API_ADDR");
     expect(await hostObjects(other)).toEqual([]);
     expect(await readdir(other.runtime)).toEqual(["server.lock"]);
-    await other[Symbol.asyncDispose]();
   }, 60_000);
 
   test("a start that fails late leaves no block daemon", async () => {
@@ -428,6 +426,7 @@ describe("the host", () => {
 
   test("the executable alone starts a server: no checkout, no Bun, no Node, a /dev/kvm that is none", async () => {
     const dir = await mkdtemp(join(tmpdir(), "aenv-alone-"));
+    await using _ = { [Symbol.asyncDispose]: () => rm(dir, { recursive: true }) };
     const bin = join(dir, "bin");
     for (const name of ["alone", "bin", "dev"]) await mkdir(join(dir, name));
     for (const name of ["sh", "ip", "nft", "nsenter", "qemu-system-x86_64"]) {
@@ -485,6 +484,5 @@ describe("the host", () => {
     expect(await other.stop()).toBe(0);
     expect(await hostObjects(other)).toEqual([]);
     expect(await readFile(other.logPath, "utf8")).not.toMatch(/ (ERROR|FATAL) /);
-    await rm(dir, { recursive: true });
   }, 60_000);
 });
