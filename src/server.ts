@@ -259,6 +259,10 @@ async function startNode(config: NodeConfig, log: Logger) {
           ? {}
           : { allowedRegistries: config.image.resolver.allowedRegistries }),
         allowLocalPaths: config.image.resolver.allowLocalPaths,
+        reach: {
+          internalHosts: config.image.resolver.internalHosts,
+          deniedCidrs: config.network.egress.alwaysDeniedCidrs,
+        },
         referrerPrefixes: config.image.resolver.tryReferrersOverlaybdPrefixes,
         virtualSizeBytes: config.image.cache.virtualSizeGib * GIB,
         convertStandardOci: config.image.resolver.convertStandardOci,

@@ -253,6 +253,7 @@ export const configSchema = z.object({
         .transform((list) => list.map((prefix) => prefix.trim()).filter((prefix) => prefix !== ""))
         .default([]),
       allow_local_paths: flag(false),
+      internal_hosts: registryList.default([]),
     }),
     cache: table({
       root_dir: path("$AENV_HOME/image-cache"),

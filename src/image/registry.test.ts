@@ -5,6 +5,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { sha256 } from "../../tests/support/oci.ts";
 import { type AenvError, errorChain } from "../lib/errors.ts";
+import { Reach } from "./reach.ts";
 import { createRegistrySource, hostLocality, parseChallenge, parseRetryAfter } from "./registry.ts";
 
 let directory: string;
@@ -27,7 +28,8 @@ function faulty(handler: (request: Request, nth: number) => Response | Promise<R
     development: false,
     error: () => new Response("", { status: 500 }),
     fetch: (request) => {
-      requests.push(request);
+      // A copy: the runtime forgets what was not read of it in time.
+      requests.push(new Request(request.url, { headers: request.headers }));
       return handler(request, requests.length);
     },
   });
@@ -39,8 +41,17 @@ function faulty(handler: (request: Request, nth: number) => Response | Promise<R
   };
 }
 
-function source(host: string, login?: { username: string; password: string }, idleTimeoutMs = 15_000) {
+/** Servers of one test are of one party: `strict` is what a server does that is told nothing. */
+const FRIENDS = new Reach({ internalHosts: ["127.0.0.1"] });
+
+function source(
+  host: string,
+  login?: { username: string; password: string },
+  idleTimeoutMs = 15_000,
+  reach: Reach | undefined = FRIENDS,
+) {
   return createRegistrySource({
+    reach,
     reference: { registry: host, repository: "a/b", tag: "t" },
     ...(login === undefined ? {} : { login: { kind: "basic", ...login } as const }),
     retry: { attempts: 3, baseDelayMs: 5, maxDelayMs: 300, idleTimeoutMs },
@@ -382,5 +393,178 @@ describe("rules", () => {
     expect(parseRetryAfter("Thu, 01 Jan 1970 00:00:10 GMT", 4000)).toBe(6000);
     expect(parseRetryAfter("soon", 0)).toBeUndefined();
     expect(parseRetryAfter(null, 0)).toBeUndefined();
+  });
+});
+
+describe("where a registry may send this server", () => {
+  const strict = new Reach();
+  const signal = new AbortController().signal;
+  const login = { username: "alice", password: "secret" };
+  const blob = (host: string, reach: Reach) =>
+    source(host, login, undefined, reach).blob(
+      BLOB,
+      join(directory, `blob-${count++}`),
+      signal,
+      () => undefined,
+    );
+
+  test("storage behind a redirect that asks for a login gets none, and neither does its token server", async () => {
+    await using storage = faulty(
+      () =>
+        new Response("words of the storage", {
+          status: 401,
+          headers: { "www-authenticate": `Bearer realm="${storage.url}/token"` },
+        }),
+    );
+    await using server = faulty(() => Response.redirect(`${storage.url}/store`, 307));
+    const error = await rejection(blob(server.host, FRIENDS));
+    expect(error).toMatchObject({ code: "image_unauthorized" });
+    expect(error.message).not.toContain("words of the storage");
+    expect(storage.requests.map(({ url }) => new URL(url).pathname)).toEqual(["/store"]);
+    expect(storage.requests[0]!.headers.get("authorization")).toBeNull();
+  });
+
+  test("a redirect back to the registry carries no credentials either", async () => {
+    await using storage = faulty(() => Response.redirect(`${server.url}/back`, 307));
+    await using server = faulty((request) => {
+      if (request.url.endsWith("/back")) return new Response(CONTENT);
+      if (request.headers.get("authorization") === null)
+        return new Response("", { status: 401, headers: { "www-authenticate": 'Basic realm="r"' } });
+      return Response.redirect(`${storage.url}/store`, 307);
+    });
+    await blob(server.host, FRIENDS);
+    expect(server.requests.map((request) => request.headers.get("authorization") !== null)).toEqual([
+      false,
+      true,
+      false,
+    ]);
+  });
+
+  test("a token server that redirects gets the password, what it redirects to does not", async () => {
+    await using other = faulty(() => Response.json({ token: "t" }));
+    await using tokens = faulty(() => Response.redirect(`${other.url}/token`, 307));
+    await using server = faulty((request) =>
+      request.headers.get("authorization") === "Bearer t"
+        ? new Response(CONTENT)
+        : new Response("", {
+            status: 401,
+            headers: { "www-authenticate": `Bearer realm="${tokens.url}/token"` },
+          }),
+    );
+    await blob(server.host, FRIENDS);
+    expect(tokens.requests[0]!.headers.get("authorization")).toStartWith("Basic ");
+    expect(other.requests.map((request) => request.headers.get("authorization"))).toEqual([null]);
+  });
+
+  test("internal addresses are not asked: not by a redirect, not as a token server, not by a name", async () => {
+    await using internal = faulty(() => Response.json({ access_token: "INTERNAL" }));
+    for (const host of [internal.host, internal.host.replace("127.0.0.1", "localhost")]) {
+      await using redirects = faulty(() => Response.redirect(`http://${host}/admin`, 302));
+      await using challenges = faulty(
+        () =>
+          new Response("", {
+            status: 401,
+            headers: { "www-authenticate": `Bearer realm="http://${host}/token"` },
+          }),
+      );
+      for (const server of [redirects, challenges]) {
+        const error = await rejection(
+          source(server.host, undefined, undefined, strict).manifest("t", signal),
+        );
+        expect(error).toMatchObject({ code: "image_redirect_refused", status: 400 });
+        expect(error.remediation).toContain(`"${host}" to image.resolver.internal_hosts`);
+        expect(server.requests).toHaveLength(1);
+      }
+    }
+    expect(internal.requests).toEqual([]);
+  });
+
+  test("the registry's own host and port, and hosts of the configuration, may be internal", async () => {
+    await using server = faulty((request) => {
+      if (request.url.includes("/token")) return Response.json({ token: "t" });
+      if (request.url.endsWith("/store")) return new Response(CONTENT);
+      return request.headers.get("authorization") === "Bearer t"
+        ? Response.redirect("/store", 307)
+        : new Response("", {
+            status: 401,
+            headers: { "www-authenticate": `Bearer realm="${server.url}/token"` },
+          });
+    });
+    await blob(server.host, strict);
+    await using storage = faulty(() => new Response(CONTENT));
+    await using front = faulty(() => Response.redirect(`${storage.url}/store`, 307));
+    await blob(front.host, new Reach({ internalHosts: [storage.host] }));
+    expect(await rejection(blob(front.host, new Reach({ internalHosts: [front.host] })))).toMatchObject({
+      code: "image_redirect_refused",
+    });
+  });
+
+  test("words of an error are shown of the registry itself only", async () => {
+    await using storage = faulty(() => new Response("INTERNAL SECRET", { status: 403 }));
+    await using server = faulty(() => Response.redirect(`${storage.url}/store`, 302));
+    const error = await rejection(source(server.host).manifest("t", signal));
+    expect(errorChain(error).join()).not.toContain("SECRET");
+    await using challenges = faulty(
+      () =>
+        new Response("", {
+          status: 401,
+          headers: { "www-authenticate": `Bearer realm="${storage.url}/token"` },
+        }),
+    );
+    const refused = await rejection(source(challenges.host).manifest("t", signal));
+    expect(refused.message).toContain("HTTP 403");
+    expect(errorChain(refused).join()).not.toContain("SECRET");
+  });
+
+  test("answers that are no blob are read up to a bound", async () => {
+    let sent = 0;
+    const endless = (status: number, headers: Record<string, string> = {}) =>
+      new Response(
+        new ReadableStream({
+          async pull(controller) {
+            sent += 65_536;
+            controller.enqueue(new Uint8Array(65_536).fill(0x61));
+            await Bun.sleep(0);
+            if (sent > 1 << 30) controller.close();
+          },
+        }),
+        { status, headers },
+      );
+    await using missing = faulty(() => endless(404));
+    expect((await rejection(source(missing.host).manifest("t", signal))).message).toContain("aaa");
+    await using tokens = faulty((request) =>
+      request.url.includes("/token")
+        ? endless(200)
+        : new Response("", {
+            status: 401,
+            headers: { "www-authenticate": `Bearer realm="http://${request.headers.get("host")}/token"` },
+          }),
+    );
+    expect((await rejection(source(tokens.host).manifest("t", signal))).message).toContain("gave no token");
+    await using redirects = faulty((_request, nth) =>
+      nth < 2 ? endless(302, { location: "/next" }) : new Response("{}"),
+    );
+    await source(redirects.host).manifest("t", signal);
+    // What was under way when the reader left is not counted exactly.
+    expect(sent).toBeLessThan(100 << 20);
+  });
+
+  test("addresses", () => {
+    const reach = new Reach({ deniedCidrs: ["203.0.113.0/24"] });
+    const internal = [
+      ...["0.0.0.0", "10.9.9.9", "100.64.0.1", "127.9.9.9", "169.254.169.254", "172.31.0.1", "192.168.1.1"],
+      ...["224.0.0.1", "255.255.255.255", "203.0.113.9", "::", "::1", "fd00::1", "fe80::1%eth0", "ff02::1"],
+      ...["::ffff:10.0.0.1", "::7f00:1", "64:ff9b::a9fe:a9fe", "2002:a00:1::1"],
+    ];
+    expect(internal.filter((address) => !reach.isInternal(address))).toEqual([]);
+    const world = [
+      "8.8.8.8",
+      "172.32.0.1",
+      "100.128.0.1",
+      "2606:4700::1",
+      "::ffff:8.8.8.8",
+      "2002:808:808::1",
+    ];
+    expect(world.filter((address) => reach.isInternal(address))).toEqual([]);
   });
 });

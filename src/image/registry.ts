@@ -4,6 +4,7 @@ import { AenvError, assert } from "../lib/errors.ts";
 import type { RegistryLogin } from "./credentials.ts";
 import { digestMismatch, diskFault, truncated } from "./faults.ts";
 import { type Descriptor, type IndexEntry, MEDIA_TYPES, parseManifest } from "./manifest.ts";
+import { Reach } from "./reach.ts";
 import { formatReference, type RegistryReference } from "./reference.ts";
 import { type FetchedManifest, type ImageSource, MAX_MANIFEST_BYTES, sha256Digest } from "./source.ts";
 
@@ -37,12 +38,15 @@ export interface RegistryOptions {
   readonly reference: RegistryReference;
   readonly login?: RegistryLogin;
   readonly retry?: RetryPolicy;
+  /** Where the registry may send this server. Default: to no internal address but its own. */
+  readonly reach?: Reach;
 }
 
 const MAX_REDIRECTS = 5;
 /** Of one blob, progress or not: bounds a server that breaks off after every few bytes. */
 const MAX_BLOB_TRIES = 50;
 const MAX_ERROR_BODY_BYTES = 16 << 10;
+const MAX_TOKEN_BODY_BYTES = 1 << 20;
 const CLIENT_ID = "agentenv";
 const ACCEPTED = Object.values(MEDIA_TYPES).join(", ");
 
@@ -165,8 +169,30 @@ function basicHeader(username: string, password: string): string {
   return `Basic ${Buffer.from(`${username}:${password}`, "utf8").toString("base64")}`;
 }
 
-async function errorBody(response: Response): Promise<string> {
-  const text = (await response.text()).slice(0, MAX_ERROR_BODY_BYTES);
+/** The body's first `limit` bytes and whether that is all; the rest is never read. */
+async function readBounded(
+  response: Response,
+  limit: number,
+): Promise<{ readonly text: string; readonly whole: boolean }> {
+  const reader = response.body?.getReader();
+  const pieces: Uint8Array[] = [];
+  let total = 0;
+  try {
+    while (reader !== undefined && total <= limit) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      pieces.push(value);
+      total += value.length;
+    }
+  } finally {
+    // Frees the connection; an error is on its way up already.
+    await reader?.cancel().catch(() => undefined);
+  }
+  return { text: Buffer.concat(pieces).subarray(0, limit).toString("utf8"), whole: total <= limit };
+}
+
+/** What an error's body says to people. */
+function errorText(text: string): string {
   try {
     const parsed: unknown = JSON.parse(text);
     if (typeof parsed === "object" && parsed !== null && "errors" in parsed && Array.isArray(parsed.errors)) {
@@ -211,9 +237,19 @@ class IdleGuard implements Disposable {
   }
 }
 
+interface Outgoing {
+  readonly method?: string;
+  readonly headers: Readonly<Record<string, string>>;
+  readonly body?: URLSearchParams;
+}
+
 interface GuardedResponse extends Disposable {
   readonly response: Response;
   readonly guard: IdleGuard;
+  /** It came from the origin that was asked, without a step elsewhere: its challenges and words count. */
+  readonly own: boolean;
+  /** The beginning of its body, where that was read. */
+  readonly said?: string;
 }
 
 class RegistrySource implements ImageSource {
@@ -222,6 +258,7 @@ class RegistrySource implements ImageSource {
   readonly #reference: RegistryReference;
   readonly #login: RegistryLogin | undefined;
   readonly #retry: RetryPolicy;
+  readonly #reach: Reach;
   #bases: string[];
   #authorization: string | undefined;
 
@@ -231,6 +268,7 @@ class RegistrySource implements ImageSource {
     this.wanted = options.reference.digest ?? options.reference.tag;
     this.#login = options.login;
     this.#retry = options.retry ?? DEFAULT_RETRY;
+    this.#reach = options.reach ?? new Reach();
     this.#bases = baseUrls(options.reference.registry);
   }
 
@@ -358,7 +396,8 @@ class RegistrySource implements ImageSource {
   async #get(path: string, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {
     const target = `/v2/${this.#reference.repository}/${path}`;
     let answer = await this.#send(target, headers, signal);
-    if (answer.response.status === 401) {
+    // Storage behind a redirect may not ask for the registry's password.
+    if (answer.response.status === 401 && answer.own) {
       // An old token may have expired in mid-pull: one new login per request.
       const challenge = parseChallenge(answer.response.headers.get("www-authenticate"));
       const detail = await this.#consume(answer);
@@ -372,9 +411,19 @@ class RegistrySource implements ImageSource {
     throw this.#statusError(status, detail, path, retryAfterMs);
   }
 
+  /** Ends an answer. What it says is for whoever named the registry, so it must be the registry's own. */
   async #consume(answer: GuardedResponse): Promise<string> {
     using guarded = answer;
-    return errorBody(guarded.response).catch((error: unknown) => `(no readable answer: ${String(error)})`);
+    if (guarded.said !== undefined) return errorText(guarded.said);
+    if (!guarded.own) {
+      // Its failure changes nothing: the answer is not used.
+      await guarded.response.body?.cancel().catch(() => undefined);
+      return "from where the registry redirects to";
+    }
+    return readBounded(guarded.response, MAX_ERROR_BODY_BYTES).then(
+      ({ text }) => errorText(text),
+      (error: unknown) => `(no readable answer: ${String(error)})`,
+    );
   }
 
   #statusError(status: number, detail: string, path: string, retryAfterMs: number | undefined): Error {
@@ -421,14 +470,20 @@ class RegistrySource implements ImageSource {
     const causes: unknown[] = [];
     for (const base of this.#bases) {
       try {
-        const answer = await this.#follow(`${base}${target}`, headers, signal);
+        let answer = await this.#follow(new URL(`${base}${target}`), { headers }, signal, (at, from) =>
+          at.origin === from.origin ? this.#authorization : undefined,
+        );
         // An HTTPS server that gets plain HTTP answers 400 in clear.
         const wrongScheme =
           base.startsWith("http:") && answer.response.status === 400 && this.#bases.length > 1;
-        if (wrongScheme && (await answer.response.clone().text()).includes("HTTPS server")) {
-          answer[Symbol.dispose]();
-          causes.push(new Error("it speaks HTTPS, not HTTP"));
-          continue;
+        if (wrongScheme && answer.own) {
+          const { text: said } = await readBounded(answer.response, MAX_ERROR_BODY_BYTES);
+          answer = { ...answer, said };
+          if (said.includes("HTTPS server")) {
+            answer[Symbol.dispose]();
+            causes.push(new Error("it speaks HTTPS, not HTTP"));
+            continue;
+          }
         }
         this.#bases = [base];
         return answer;
@@ -449,43 +504,91 @@ class RegistrySource implements ImageSource {
     throw new Failure([...new Set(reasons)].join("; "), { cause: causes.find(isUnresolved) });
   }
 
-  async #follow(url: string, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {
-    let at = new URL(url);
-    const { origin } = at;
+  /**
+   * Follows redirects. `authorize` gives the header for an origin; once a redirect has led elsewhere it is not
+   * asked any more, also not on the way back.
+   */
+  async #follow(
+    from: URL,
+    request: Outgoing,
+    signal: AbortSignal,
+    authorize: (at: URL, from: URL) => string | undefined,
+  ): Promise<GuardedResponse> {
+    let at = from;
+    let own = true;
     for (let hops = 0; ; hops++) {
-      // Credentials are the registry's own: storage behind a redirect must not see them.
-      const authorization = at.origin === origin ? this.#authorization : undefined;
-      const answer = await this.#fetch(
-        at,
-        { ...headers, ...(authorization ? { authorization } : {}) },
-        signal,
-      );
+      const authorization = own ? authorize(at, from) : undefined;
+      const headers = { ...request.headers, ...(authorization ? { authorization } : {}) };
+      const answer = await this.#fetch(at, { ...request, headers }, own, signal);
       const location = answer.response.headers.get("location");
       if (answer.response.status < 300 || answer.response.status >= 400 || location === null) return answer;
-      await this.#consume(answer);
+      using _redirect = answer;
+      await answer.response.body?.cancel().catch(() => undefined);
+      if (request.body !== undefined) throw new Transient(`${at.host} redirects what is sent to it: refused`);
       if (hops >= MAX_REDIRECTS) throw new Transient(`more than ${MAX_REDIRECTS} redirects`);
-      const next = new URL(location, at);
+      const next = URL.parse(location, at.href);
+      if (next === null) throw new Transient("a redirect to what is no URL");
       if (next.protocol !== "https:" && (next.protocol !== "http:" || at.protocol === "https:")) {
         throw new Transient(`a redirect from ${at.protocol} to ${next.protocol} was refused`);
       }
+      own &&= next.origin === from.origin;
       at = next;
     }
   }
 
-  async #fetch(url: URL, headers: Record<string, string>, signal: AbortSignal): Promise<GuardedResponse> {
+  /** One request; where others named the URL, only to the addresses that were looked at. */
+  async #fetch(url: URL, request: Outgoing, own: boolean, signal: AbortSignal): Promise<GuardedResponse> {
+    const addresses = this.#isRegistry(url) ? undefined : await this.#reach.addresses(url, this.reference);
+    if (addresses === undefined) return this.#ask(url, request, own, signal);
+    let failure: unknown;
+    for (const address of addresses) {
+      try {
+        return await this.#ask(url, request, own, signal, address);
+      } catch (error) {
+        signal.throwIfAborted();
+        if (!isNoWay(error)) throw error;
+        failure ??= error;
+      }
+    }
+    throw failure ?? new NoAnswer(`${url.host} has no address`);
+  }
+
+  /** The registry's own host and port, whatever the scheme. */
+  #isRegistry(url: URL): boolean {
+    return baseUrls(this.#reference.registry).some((base) => new URL(base).host === url.host);
+  }
+
+  async #ask(
+    url: URL,
+    { method = "GET", headers, body }: Outgoing,
+    own: boolean,
+    signal: AbortSignal,
+    address?: string,
+  ): Promise<GuardedResponse> {
     const guard = new IdleGuard(signal, this.#retry.idleTimeoutMs);
     if (hostLocality(url.host) === "loopback") bypassProxy(url.hostname);
+    const to = new URL(url);
+    if (address !== undefined) to.hostname = address.includes(":") ? `[${address}]` : address;
     try {
-      const response = await fetch(url, {
-        headers: { ...headers, "user-agent": CLIENT_ID, "accept-encoding": "identity" },
+      const response = await fetch(to, {
+        method,
+        headers: {
+          ...headers,
+          "user-agent": CLIENT_ID,
+          "accept-encoding": "identity",
+          ...(address === undefined ? {} : { host: url.host }),
+        },
+        ...(body === undefined ? {} : { body }),
         redirect: "manual",
         decompress: false,
         // Our own idle time counts; the runtime's would cut long downloads.
         timeout: false,
         signal: guard.signal,
+        // The certificate is the name's. A kept connection would be found by its address, whatever the name.
+        ...(address === undefined ? {} : { keepalive: false, tls: { serverName: url.hostname } }),
       } as BunFetchRequestInit & { timeout: false });
       guard.touch();
-      return { response, guard, [Symbol.dispose]: () => guard[Symbol.dispose]() };
+      return { response, guard, own, [Symbol.dispose]: () => guard[Symbol.dispose]() };
     } catch (error) {
       guard[Symbol.dispose]();
       signal.throwIfAborted();
@@ -535,8 +638,8 @@ class RegistrySource implements ImageSource {
       });
     }
     const scope = parameters.scope || `repository:${this.#reference.repository}:pull`;
-    const headers: Record<string, string> = { "user-agent": CLIENT_ID };
     let body: URLSearchParams | undefined;
+    let authorization: string | undefined;
     if (this.#login?.kind === "identityToken") {
       body = new URLSearchParams({
         grant_type: "refresh_token",
@@ -548,40 +651,53 @@ class RegistrySource implements ImageSource {
     } else {
       if (parameters.service) url.searchParams.set("service", parameters.service);
       url.searchParams.set("scope", scope);
-      if (this.#login !== undefined)
-        headers.authorization = basicHeader(this.#login.username, this.#login.password);
+      if (this.#login !== undefined) authorization = basicHeader(this.#login.username, this.#login.password);
     }
-    using guard = new IdleGuard(signal, this.#retry.idleTimeoutMs);
-    let response: Response;
+    const request = { headers: {}, ...(body === undefined ? {} : { method: "POST", body }) };
+    let answer: GuardedResponse;
     try {
-      response = await fetch(url, {
-        method: body === undefined ? "GET" : "POST",
-        headers,
-        ...(body === undefined ? {} : { body }),
-        signal: guard.signal,
-      });
+      answer = await this.#follow(url, request, signal, () => authorization);
     } catch (cause) {
       signal.throwIfAborted();
-      const Failure = guard.expired || isNoWay(cause) ? NoAnswer : Transient;
+      if (cause instanceof AenvError) throw cause;
+      const Failure = isNoWay(cause) ? NoAnswer : Transient;
       throw new Failure(`token server ${url.host} cannot be reached`, { cause });
     }
+    using guarded = answer;
+    const { response } = guarded;
+    const { text, whole } = await readBounded(response, MAX_TOKEN_BODY_BYTES).catch((cause: unknown) => {
+      signal.throwIfAborted();
+      throw new Transient(`token server ${url.host}: the answer broke off`, { cause });
+    });
     if (response.status === 401 || response.status === 403 || response.status === 400) {
-      throw this.#unauthorized(
-        `token server ${url.host}: HTTP ${response.status} ${await errorBody(response)}`.trim(),
-      );
+      // Its words are shown only where it is the registry itself, as of any other host.
+      const said = guarded.own && this.#isRegistry(url) ? errorText(text) : "";
+      throw this.#unauthorized(`token server ${url.host}: HTTP ${response.status} ${said}`.trim());
     }
     if (!response.ok) {
       throw new Transient(`token server ${url.host}: HTTP ${response.status}`, {
         retryAfterMs: parseRetryAfter(response.headers.get("retry-after"), Date.now()),
       });
     }
-    const answer: unknown = await response.json().catch(() => undefined);
-    if (typeof answer === "object" && answer !== null) {
-      if ("token" in answer && typeof answer.token === "string") return answer.token;
-      if ("access_token" in answer && typeof answer.access_token === "string") return answer.access_token;
-    }
-    throw this.#unauthorized(`token server ${url.host} gave no token`);
+    const parsed = whole ? parseToken(text) : undefined;
+    if (parsed === undefined) throw this.#unauthorized(`token server ${url.host} gave no token`);
+    return parsed;
   }
+}
+
+/** The token of a token server's answer, by either of its names. */
+function parseToken(text: string): string | undefined {
+  let answer: unknown;
+  try {
+    answer = JSON.parse(text);
+  } catch {
+    // Whatever it is, it is no token.
+    return undefined;
+  }
+  if (typeof answer !== "object" || answer === null) return undefined;
+  if ("token" in answer && typeof answer.token === "string") return answer.token;
+  if ("access_token" in answer && typeof answer.access_token === "string") return answer.access_token;
+  return undefined;
 }
 
 async function pause(

@@ -25,6 +25,7 @@ import {
   selectFromIndex,
 } from "./manifest.ts";
 import { createLayoutSource } from "./oci-layout.ts";
+import { Reach } from "./reach.ts";
 import { formatReference, parseReference, type RegistryReference } from "./reference.ts";
 import { createRegistrySource, DEFAULT_RETRY, RegistryUnreached } from "./registry.ts";
 import { createScratchSource, SCRATCH } from "./scratch.ts";
@@ -87,6 +88,7 @@ class LocalImageService implements ImageService {
   readonly #images = new SharedWork<ResolvedImage>();
   readonly #layers = new SharedWork<CachedLayer>();
   readonly #limiter: DownloadLimiter = createDownloadLimiter();
+  readonly #reach: Reach;
   readonly #platform = hostPlatform();
   readonly #devicePrefix: string;
   readonly #swept: Promise<void>;
@@ -95,6 +97,7 @@ class LocalImageService implements ImageService {
 
   constructor(options: ImageServiceOptions, deps: ImageServiceDeps) {
     this.#options = options;
+    this.#reach = new Reach(options.reach);
     this.#deps = deps;
     this.#cache = new ImageCache(options.cacheDir, deps.log);
     // Per cache directory, so that services on one block daemon leave each other's devices alone.
@@ -147,6 +150,7 @@ class LocalImageService implements ImageService {
         const source = createRegistrySource({
           reference: candidate,
           ...(login === undefined ? {} : { login }),
+          reach: this.#reach,
           retry: { ...DEFAULT_RETRY, ...this.#options.retry },
         });
         progress({ phase: "resolve image", item: formatReference(candidate) });

@@ -1,6 +1,7 @@
 import type { ProgressSink } from "../lib/progress.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import type { ImageGcPolicy } from "./gc.ts";
+import type { ReachRules } from "./reach.ts";
 
 /** The part of an OCI image config that a sandbox is started with. */
 export interface ImageRuntimeConfig {
@@ -71,6 +72,8 @@ export interface ImageServiceOptions {
   readonly searchRegistries: readonly string[];
   readonly allowedRegistries?: readonly string[];
   readonly allowLocalPaths: boolean;
+  /** Where a registry may send this server beside itself and the public internet. Default: nowhere. */
+  readonly reach?: ReachRules;
   /** Images whose completed reference begins with one of these are looked up for an overlaybd referrer. */
   readonly referrerPrefixes?: readonly string[];
   /** Size of the virtual disk made for converted images. */
