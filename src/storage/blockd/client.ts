@@ -224,6 +224,8 @@ class Client implements BlockClient {
         const lost = error instanceof AenvError && error.code === "blockd_unavailable";
         const patient = performance.now() - startedAt < this.#patienceMs;
         if (!lost || !patient || this.#disposed) throw error;
+        // One that accepts and then drops calls would be asked without end.
+        await Bun.sleep(CONNECT_RETRY_MS);
       }
     }
   }
