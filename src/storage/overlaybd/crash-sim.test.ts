@@ -13,13 +13,14 @@ test("random lives with crashes: no acknowledged write is lost, nothing but old 
   const sum = (name: keyof typeof total) => total[name] + rest[name];
   console.info(
     `crash-sim: ${sum("seeds")} seeds from ${first}: ${sum("kills")} kills, ${sum("powerLosses")} power losses, ` +
-      `${sum("images")} disk images, ${sum("indexRewrites")} indexes rewritten`,
+      `${sum("images")} disk images, ${sum("failures")} failures in compaction, ${sum("indexRewrites")} indexes rewritten`,
   );
   expect(sum("seeds")).toBeGreaterThanOrEqual(LEAST);
   if (SEEDS < 500) return;
   // The lives are worth something: all kinds of trouble were met.
   expect(sum("kills")).toBeGreaterThan(100);
   expect(sum("powerLosses")).toBeGreaterThan(300);
+  expect(sum("failures")).toBeGreaterThan(100);
   expect(sum("indexRewrites")).toBeGreaterThan(10);
   expect(sum("movedBytes")).toBeGreaterThan(100_000);
 }, 300_000);

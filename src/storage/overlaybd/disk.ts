@@ -22,7 +22,8 @@ import type { SyncTarget } from "./types.ts";
  * throws an error that names the file.
  */
 export interface DiskFile {
-  readonly name: string;
+  /** For messages; whoever renames an open file says so here. */
+  name: string;
   /** Descriptor, where the host's kernel can be asked directly (a ring); simulated files have none. */
   readonly fd?: number;
   /** Fills `target[targetOffset, +length)`; returns the bytes read, fewer only at the end of the file. */
@@ -126,7 +127,7 @@ export function createLink(file: string, text: string): boolean {
 }
 
 class HostFile implements DiskFile {
-  readonly name: string;
+  name: string;
   readonly fd: number;
 
   constructor(name: string, fd: number) {
@@ -272,9 +273,19 @@ export function stageFile(disk: Disk, target: string, write: (file: DiskFile) =>
   const temporary = `${target}.tmp`;
   disk.removeIfPresent(temporary);
   const file = disk.create(temporary);
-  const discard = () => {
+  let open = true;
+  // A descriptor that close complains about is gone all the same: closing it again could hit another file.
+  const close = () => {
+    if (!open) return;
+    open = false;
     file.close();
-    disk.removeIfPresent(temporary);
+  };
+  const discard = () => {
+    try {
+      close();
+    } finally {
+      disk.removeIfPresent(temporary);
+    }
   };
   try {
     write(file);
@@ -286,7 +297,7 @@ export function stageFile(disk: Disk, target: string, write: (file: DiskFile) =>
     file,
     place() {
       disk.rename(temporary, target);
-      file.close();
+      close();
     },
     discard,
   };

@@ -528,7 +528,12 @@ class Stack implements LayerStack {
     });
     let placing = false;
     try {
-      yield [sealed.file];
+      try {
+        yield [sealed.file];
+      } catch (error) {
+        upper.syncFailed(error);
+        throw error;
+      }
       this.#disk.renameNoReplace(old.data, sealedPath);
       undo.defer(() => this.#disk.renameNoReplace(sealedPath, old.data));
       placing = true;
@@ -556,8 +561,15 @@ class Stack implements LayerStack {
     using undo = new DisposableStack();
     const sealed = upper.sealInPlace();
     undo.defer(sealed.undo);
-    sealed.file.datasync();
+    try {
+      sealed.file.datasync();
+    } catch (error) {
+      upper.syncFailed(error);
+      throw error;
+    }
     const size = upper.fileSizeBytes();
+    // The way back is a rename, too.
+    undo.defer(() => upper.moved(old));
     this.#disk.renameNoReplace(old.data, sealedPath);
     undo.defer(() => this.#disk.renameNoReplace(sealedPath, old.data));
     this.#disk.syncDirectoriesOf(sealedPath, old.data);

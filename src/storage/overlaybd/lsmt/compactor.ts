@@ -1,3 +1,4 @@
+import { errorCode } from "../../../lib/durable.ts";
 import type { Disk, DiskFile } from "../disk.ts";
 import type { CompactProgress } from "../types.ts";
 import type { ChunkedIndex } from "./chunked-index.ts";
@@ -30,6 +31,13 @@ const PUNCH_BYTES = 64 * 1024;
 /** Entries an index file may have beyond twice the mappings (256 KiB). */
 export const INDEX_SLACK = 16384;
 const INDEX_BATCH = 8192;
+/** What a file system that has no holes says to punching one, from the shim and from the runtime. */
+const NO_HOLES: ReadonlySet<string | undefined> = new Set([
+  "os_eopnotsupp",
+  "os_enotsup",
+  "EOPNOTSUPP",
+  "ENOTSUP",
+]);
 
 export interface CompactorHost {
   readonly index: ChunkedIndex;
@@ -46,8 +54,11 @@ export interface CompactorHost {
   readonly relocate: (offset: number, source: Uint8Array, sectors: number) => void;
   readonly disk: Disk;
   readonly compactionPath: () => string;
-  /** Puts the finished file in place of the index file; it is closed. */
-  readonly switchIndex: (file: DiskFile, entries: number) => void;
+  /**
+   * Puts the finished file, which is durable, in place of the index file. `taken` is called when it is: from then
+   * on it is the host's, whatever fails; as long as it is not, the file is the caller's to drop.
+   */
+  readonly switchIndex: (file: DiskFile, entries: number, taken: () => void) => void;
 }
 
 interface Rewrite {
@@ -67,6 +78,8 @@ export class Compactor {
   #cursor: number | undefined = 0;
   #rewrite: Rewrite | undefined;
   #copyBuffer: Uint8Array | undefined;
+  /** The file system gives nothing back: free space can only be used again. */
+  #noHoles = false;
 
   constructor(host: CompactorHost) {
     this.#host = host;
@@ -76,7 +89,8 @@ export class Compactor {
   #over(): boolean {
     const { dataSectors } = this.#host.index;
     const segments = this.#host.segments();
-    return segments.hostSectors > dataSectors * TRIGGER + segments.segmentSectors;
+    const taken = this.#noHoles ? segments.usedSectors : segments.hostSectors;
+    return taken > dataSectors * TRIGGER + segments.segmentSectors;
   }
 
   #indexOver(): boolean {
@@ -88,6 +102,17 @@ export class Compactor {
   }
 
   step(budgetBytes: number): CompactProgress {
+    try {
+      return this.#step(budgetBytes);
+    } catch (error) {
+      // How much of the new index file got where is not known: after a failed sync the kernel may take pages for
+      // clean that it has lost. The next try makes a new one.
+      this.dropRewrite(error);
+      throw error;
+    }
+  }
+
+  #step(budgetBytes: number): CompactProgress {
     const spent = { work: 0, moved: 0 };
     while (this.#over() && spent.work < budgetBytes && this.#punchOne()) spent.work += PUNCH_BYTES;
     if (this.#victims === undefined && this.#over()) this.#chooseVictims();
@@ -100,15 +125,25 @@ export class Compactor {
     if (this.#victims !== undefined || spent.work >= budgetBytes) return progress(false);
     const indexState = this.#compactIndex(budgetBytes, spent);
     if (indexState !== "done") return progress(false, indexState === "flush");
-    if (this.#over() && this.#host.segments().candidateCount > 0)
-      return progress(false, !this.#host.flushing());
-    return progress(true);
+    if (!this.#over()) return progress(true);
+    const segments = this.#host.segments();
+    if (segments.candidateCount > 0) return progress(false, !this.#host.flushing());
+    // A flush in this step may have freed more.
+    return progress(this.#noHoles || segments.nextToPunch() === undefined);
   }
 
   #punchOne(): boolean {
+    if (this.#noHoles) return false;
     const range = this.#host.segments().nextToPunch();
     if (range === undefined) return false;
-    this.#host.punch(range.offset, range.length);
+    try {
+      this.#host.punch(range.offset, range.length);
+    } catch (error) {
+      if (!NO_HOLES.has(errorCode(error))) throw error;
+      this.#noHoles = true;
+      return false;
+    }
+    this.#host.segments().punched(range.segment);
     return true;
   }
 
@@ -215,9 +250,9 @@ export class Compactor {
   #begin(log: IndexLog): void {
     this.#host.disk.removeIfPresent(this.#host.compactionPath());
     const file = this.#host.disk.create(this.#host.compactionPath());
+    this.#rewrite = { file, entries: 0, cursor: 0, copied: log.entries, flushAsked: false };
     const header = this.#host.header();
     file.write(0, header, 0, header.byteLength);
-    this.#rewrite = { file, entries: 0, cursor: 0, copied: log.entries, flushAsked: false };
   }
 
   /** The part of a call is on its way to the disk before the next adds to it. */
@@ -229,10 +264,11 @@ export class Compactor {
   #writeMappings(rewrite: Rewrite, spent: { work: number }): void {
     const words = new Uint32Array(INDEX_BATCH * 4);
     let count = 0;
-    rewrite.cursor = this.#host.index.scan(rewrite.cursor!, INDEX_BATCH, (offset, length, moffset, zeroed) =>
+    const next = this.#host.index.scan(rewrite.cursor!, INDEX_BATCH, (offset, length, moffset, zeroed) =>
       encodeMapping(words, 4 * count++, offset, length, moffset, zeroed),
     );
     this.#append(rewrite, new Uint8Array(words.buffer), count, spent);
+    rewrite.cursor = next;
   }
 
   /** Entries of the old file; the records of its epochs say nothing about the new one. */
@@ -240,8 +276,8 @@ export class Compactor {
     const count = Math.min(log.entries - rewrite.copied, INDEX_BATCH);
     if (count === 0) return;
     const mappings = log.mappings(rewrite.copied, count);
-    rewrite.copied += count;
     this.#append(rewrite, mappings.bytes, mappings.count, spent);
+    rewrite.copied += count;
   }
 
   #append(rewrite: Rewrite, bytes: Uint8Array, count: number, spent: { work: number }): void {
@@ -252,17 +288,33 @@ export class Compactor {
 
   #finish(rewrite: Rewrite): void {
     rewrite.file.sync();
-    this.#rewrite = undefined;
-    this.#host.switchIndex(rewrite.file, rewrite.entries);
+    this.#host.switchIndex(rewrite.file, rewrite.entries, () => {
+      this.#rewrite = undefined;
+    });
   }
 
   /** Drops what is under way; nothing of it counts. */
   abort(): void {
     this.#victims = undefined;
+    this.dropRewrite();
+  }
+
+  /**
+   * Drops the new index file. `reason`: the error that it is dropped for, which is the one to tell; a file that
+   * cannot be removed now is when the next one is made, or the upper is opened.
+   */
+  dropRewrite(reason?: unknown): void {
     const rewrite = this.#rewrite;
     if (rewrite === undefined) return;
     this.#rewrite = undefined;
-    rewrite.file.close();
-    this.#host.disk.removeIfPresent(this.#host.compactionPath());
+    try {
+      try {
+        rewrite.file.close();
+      } finally {
+        this.#host.disk.removeIfPresent(this.#host.compactionPath());
+      }
+    } catch (error) {
+      if (reason === undefined) throw error;
+    }
   }
 }

@@ -36,17 +36,20 @@ export function indexHeaderBlock(dataHeader: LsmtBlock): Uint8Array {
   );
 }
 
+/** Writes a whole marked index into an empty file. */
+export function writeIndex(out: DiskFile, dataHeader: LsmtBlock, index: FlatIndex): void {
+  const block = indexHeaderBlock(dataHeader);
+  out.write(0, block, 0, block.byteLength);
+  let position = BLOCK_BYTES;
+  for (const bytes of encodeIndex(index, 0)) {
+    out.write(position, bytes, 0, bytes.byteLength);
+    position += bytes.byteLength;
+  }
+}
+
 /** Writes a whole marked index file, durable, in place of whatever stands there. */
 export function writeIndexFile(disk: Disk, file: string, dataHeader: LsmtBlock, index: FlatIndex): void {
-  replaceFile(disk, file, (out) => {
-    const block = indexHeaderBlock(dataHeader);
-    out.write(0, block, 0, block.byteLength);
-    let position = BLOCK_BYTES;
-    for (const bytes of encodeIndex(index, 0)) {
-      out.write(position, bytes, 0, bytes.byteLength);
-      position += bytes.byteLength;
-    }
-  });
+  replaceFile(disk, file, (out) => writeIndex(out, dataHeader, index));
   disk.syncDirectoriesOf(file);
 }
 

@@ -189,18 +189,23 @@ export class SegmentTable {
     }
   }
 
-  /** A free segment whose blocks are still there, as a range to punch; it counts as a hole from now on. */
-  nextToPunch(): { offset: number; length: number } | undefined {
+  /** A free segment whose blocks are still there, as a range to punch: once it is, `punched` is to be called. */
+  nextToPunch(): { segment: number; offset: number; length: number } | undefined {
     for (;;) {
-      const segment = this.#freeUnpunched.pop();
+      const segment = this.#freeUnpunched.at(-1);
       if (segment === undefined) return undefined;
-      if (this.#state[segment] !== FREE) continue;
-      const length = this.size(segment);
-      this.#state[segment] = FREE_HOLE;
-      this.#freeSectors -= length;
-      this.#holeSectors += length;
-      return { offset: this.start(segment), length };
+      if (this.#state[segment] === FREE)
+        return { segment, offset: this.start(segment), length: this.size(segment) };
+      this.#freeUnpunched.pop();
     }
+  }
+
+  /** The blocks of the segment that `nextToPunch` named were given back: it is a hole. */
+  punched(segment: number): void {
+    const length = this.size(segment);
+    this.#state[segment] = FREE_HOLE;
+    this.#freeSectors -= length;
+    this.#holeSectors += length;
   }
 
   /** Throws when the counts contradict each other; for tests. */

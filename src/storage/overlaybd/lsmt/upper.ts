@@ -29,7 +29,7 @@ import {
   mappingZeroed,
   SECTOR_BYTES,
 } from "./format.ts";
-import { IndexLog, indexHeaderBlock, writeIndexFile } from "./index-log.ts";
+import { IndexLog, indexHeaderBlock, writeIndex, writeIndexFile } from "./index-log.ts";
 import { readLayerIndex } from "./layer.ts";
 import { SegmentTable } from "./segments.ts";
 import { compactionPath, indexPathOf, isBlank } from "./upper-files.ts";
@@ -99,6 +99,8 @@ export class Upper implements Disposable {
   #dataDirty = true;
   #namesDirty = true;
   #flushing: PendingFlush | undefined;
+  /** Files that were replaced while a flush was to sync them: it closes them. */
+  #replaced: DiskFile[] = [];
   #flushFailure: unknown;
   /** Reads under way, oldest first, and what may be written over only when those before it have ended. */
   readonly #pins = new Set<number>();
@@ -331,8 +333,8 @@ export class Upper implements Disposable {
   }
 
   /**
-   * An upper whose sealing was not followed by a rename goes on as an upper. Sealing flushes first, so its
-   * index file says all the sealed index says; index and trailer are left out and cut off.
+   * An upper whose sealing was not followed by a rename goes on as an upper. Every mapping of the sealed index is in
+   * its index file as well, as far as it was flushed; index and trailer are left out and cut off.
    */
   #unseal(trailer: LsmtBlock | undefined): void {
     if (trailer === undefined) return;
@@ -440,7 +442,7 @@ export class Upper implements Disposable {
   #rewriteHeaders(): void {
     const rewrite = (file: DiskFile, block: Uint8Array) => {
       file.write(0, block, 0, block.byteLength);
-      file.datasync();
+      this.#syncNow(file);
     };
     if (this.#log !== undefined && this.#indexHeader !== undefined) {
       const marked = indexHeaderBlock(this.#header);
@@ -450,8 +452,26 @@ export class Upper implements Disposable {
     const end = BLOCK_BYTES + this.virtualSizeBytes;
     if (this.mode === "sparse" && this.#data.size() < end) {
       this.#data.truncate(end);
-      this.#data.datasync();
+      this.#syncNow(this.#data);
     }
+  }
+
+  /**
+   * Syncs beside a flush. Whoever is told of a failure is the only one: what the kernel has dropped then, the next
+   * sync does not miss. So it counts as a failed flush.
+   */
+  #syncNow(file: DiskFile): void {
+    try {
+      file.datasync();
+    } catch (error) {
+      this.syncFailed(error);
+      throw error;
+    }
+  }
+
+  /** A sync of its data failed elsewhere: see {@link PendingFlush}. */
+  syncFailed(error: unknown): void {
+    this.#flushFailure ??= error;
   }
 
   /** Makes the disk bigger, durable when it returns. */
@@ -522,20 +542,49 @@ export class Upper implements Disposable {
   }
 
   #adoptIndex(log: IndexLog): void {
-    this.#data.datasync();
-    this.#switchIndex(log, () => {
-      writeIndexFile(this.#disk, indexPathOf(this.ref), this.#header, this.index.toFlat(0));
-      return this.index.count;
-    });
-    this.#marked = true;
+    this.#syncNow(this.#data);
+    // It counts in entries of the file that is replaced, and has the name that is needed now.
+    this.#compactor?.dropRewrite();
+    const name = compactionPath(indexPathOf(this.ref));
+    this.#disk.removeIfPresent(name);
+    const file = this.#disk.create(name);
+    let taken = false;
+    try {
+      writeIndex(file, this.#header, this.index.toFlat(0));
+      file.sync();
+      this.#switchIndex(log, file, this.index.count, () => {
+        taken = true;
+      });
+    } catch (error) {
+      if (!taken) {
+        file.close();
+        this.#disk.removeIfPresent(name);
+      }
+      throw error;
+    }
   }
 
-  /** `replace` puts another file, durable, in the index file's place and says how many entries it has. */
-  #switchIndex(log: IndexLog, replace: () => number): void {
-    const entries = replace();
+  /**
+   * Puts another file, durable and of so many entries, in the index file's place. The log goes on in it as soon as it
+   * has the name (then `taken` is called): what is appended to the old one from then on nobody would find. What can
+   * fail is done before; when the name cannot be made durable, the next flush has to, and this throws.
+   */
+  #switchIndex(log: IndexLog, file: DiskFile, entries: number, taken: () => void): void {
+    const name = indexPathOf(this.ref);
+    using directories = new DisposableStack();
+    const names = this.#disk.directoriesOf(name).map((directory) => directories.use(directory));
+    this.#disk.rename(file.name, name);
+    file.name = name;
     const old = log.file;
-    log.moveTo(this.#disk.open(indexPathOf(this.ref), "write"), entries);
-    old.close();
+    log.moveTo(file, entries);
+    this.#marked = true;
+    taken();
+    if (this.#flushing === undefined) directories.defer(() => old.close());
+    else this.#replaced.push(old);
+    const before = this.#namesDirty;
+    this.#namesDirty = true;
+    for (const directory of names) directory.datasync();
+    this.#namesDirty = before;
   }
 
   /** Places for a write of `length` sectors at `offset`, counted as in use until they are mapped or released. */
@@ -652,12 +701,15 @@ export class Upper implements Disposable {
     const names = this.#namesDirty
       ? this.#disk.directoriesOf(this.ref.data, ...(log === undefined ? [] : [indexPathOf(this.ref)]))
       : undefined;
+    // What is renamed from now on is the next flush's.
+    this.#namesDirty = false;
     const epoch = log?.uncommitted === true ? log.beginEpoch() : undefined;
     const taken = this.#segments.beginFlush();
     this.#dataDirty = false;
     const end = () => {
       this.#flushing = undefined;
       for (const directory of names ?? []) directory[Symbol.dispose]();
+      for (const file of this.#replaced.splice(0)) file.close();
     };
     this.#flushing = {
       first: [this.#data, ...(names === undefined || log === undefined ? [] : [log.file]), ...(names ?? [])],
@@ -668,12 +720,11 @@ export class Upper implements Disposable {
       },
       done: () => {
         end();
-        this.#namesDirty = false;
         this.#whenReadsEnd(() => this.#segments.endFlush(taken));
       },
       failed: (error) => {
+        this.syncFailed(error);
         end();
-        this.#flushFailure = error;
         this.#segments.abortFlush(taken);
       },
     };
@@ -762,25 +813,17 @@ export class Upper implements Disposable {
               done * SECTOR_BYTES,
               place.length * SECTOR_BYTES,
             );
+            this.map(piece);
           } catch (error) {
             this.release(piece);
             throw error;
           }
-          this.map(piece);
           done += place.length;
         }
       },
       disk: this.#disk,
       compactionPath: () => compactionPath(indexPathOf(this.ref)),
-      switchIndex: (file, entries) => {
-        const log = this.#log!;
-        const name = indexPathOf(this.ref);
-        this.#disk.rename(file.name, name);
-        this.#disk.syncDirectoriesOf(name);
-        file.close();
-        this.#switchIndex(log, () => entries);
-        this.#marked = true;
-      },
+      switchIndex: (file, entries, taken) => this.#switchIndex(this.#log!, file, entries, taken),
     });
   }
 
@@ -798,7 +841,12 @@ export class Upper implements Disposable {
     const index = this.index.toFlat(0);
     const undo = () => {
       this.#data.truncate(start);
-      this.#data.sync();
+      try {
+        this.#data.sync();
+      } catch (error) {
+        this.syncFailed(error);
+        throw error;
+      }
     };
     try {
       let position = start;
@@ -871,6 +919,7 @@ export class Upper implements Disposable {
       if (!this.#readOnly && !this.#dataHandedOver) this.#log?.trim();
     } finally {
       this.#log?.file.close();
+      for (const file of this.#replaced.splice(0)) file.close();
       if (!this.#dataHandedOver) this.#data.close();
     }
   }

@@ -1,6 +1,7 @@
 import { AenvError } from "../../../lib/errors.ts";
 import { commitUpper, createLayerWriter, openStack, planMerge, startMerge } from "../index.ts";
 import type {
+  CompactProgress,
   ImageConfig,
   LayerRef,
   LayerStack,
@@ -13,8 +14,8 @@ import { Crashed, type Random, SimDisk } from "./sim-disk.ts";
 
 /**
  * One random life of a disk: writes, discards, flushes, snapshots, seals, commits, merges, compaction, growing and
- * reopening, with crashes at random changes of the disk, each followed by recovery. A plain array says what may be
- * read:
+ * reopening, with crashes at random changes of the disk, each followed by recovery, and with calls that fail during
+ * compaction. A plain array says what may be read:
  *
  * - after a killed process: every acknowledged write, and old or new content where a call was under way;
  * - after power loss: for each sector what it had at the last acknowledged flush, or anything written to it since.
@@ -28,6 +29,8 @@ export interface LifeResult {
   powerLosses: number;
   /** States after power loss that were opened and compared (several per loss). */
   images: number;
+  /** Calls that failed during compaction. */
+  failures: number;
   /** How often compaction had something to do. */
   indexRewrites: number;
   movedBytes: number;
@@ -93,6 +96,7 @@ class Life {
     kills: 0,
     powerLosses: 0,
     images: 0,
+    failures: 0,
     indexRewrites: 0,
     movedBytes: 0,
     operations: 0,
@@ -405,9 +409,19 @@ class Life {
     this.#store(stack.image);
   }
 
-  #compact(stack: LayerStack): void {
+  #compact(stack: LayerStack): LayerStack {
     const before = stack.stats().upperIndexBytes;
-    const progress = stack.compactStep(1 + this.#random(20_000));
+    const disk = this.#disk;
+    disk.failAfter(this.#random(3) === 0 ? this.#random(14) : Number.POSITIVE_INFINITY);
+    let progress: CompactProgress;
+    try {
+      progress = stack.compactStep(1 + this.#random(20_000));
+    } catch (error) {
+      if (disk.crashed || disk.failed === undefined) throw error;
+      return this.#afterFailure(stack, disk.failed);
+    } finally {
+      disk.failAfter(Number.POSITIVE_INFINITY);
+    }
     if (stack.stats().upperIndexBytes < before) this.result.indexRewrites++;
     this.result.movedBytes += progress.movedBytes;
     this.#note(`compact: moved ${progress.movedBytes}, done ${progress.done}, flush ${progress.flushNeeded}`);
@@ -415,6 +429,36 @@ class Life {
       stack.flush();
       this.#model.flushed();
     }
+    return stack;
+  }
+
+  /** Of what failed in a step of compaction nobody may see anything, unless it was a flush. */
+  #afterFailure(stack: LayerStack, failed: { readonly call: string; readonly file: string }): LayerStack {
+    this.result.failures++;
+    this.#note(`compact: ${failed.call} of ${failed.file} failed`);
+    this.#verify(stack, "after a failure in compaction");
+    // What compaction writes and syncs of the upper itself, but for what it moves, is a flush.
+    if (this.#flush === undefined && (failed.call === "sync" || failed.call === "write")) {
+      try {
+        stack.flush();
+        this.#note("flush");
+        this.#model.flushed();
+      } catch (error) {
+        if (!(error instanceof AenvError) || error.code !== "upper_flush_failed") throw error;
+        this.#note("the flush failed: reopen");
+        this.#dropMerge();
+        const { image } = stack;
+        stack[Symbol.dispose]();
+        this.#store(image);
+        const again = this.#open(this.#disk, image);
+        this.#verify(again, "opened again after a flush that failed");
+        return again;
+      }
+    }
+    if (this.#random(3) > 0) return stack;
+    const again = this.#reopen(stack);
+    this.#verify(again, "opened again after a failure in compaction");
+    return again;
   }
 
   #step(stack: LayerStack): LayerStack {
@@ -435,7 +479,7 @@ class Life {
         this.#note("flush begins");
         this.#beginFlush(stack);
       }
-    } else if (what < 84) this.#compact(stack);
+    } else if (what < 84) return this.#compact(stack);
     else if (what < 88) {
       if (stack.image.lowers.length < 20) this.#restack(stack);
     } else if (what < 93) this.#stepMerge(stack);

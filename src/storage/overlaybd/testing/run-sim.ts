@@ -11,6 +11,7 @@ export function simulate(
     kills: 0,
     powerLosses: 0,
     images: 0,
+    failures: 0,
     indexRewrites: 0,
     movedBytes: 0,
     operations: 0,
@@ -22,6 +23,7 @@ export function simulate(
       total.kills += result.kills;
       total.powerLosses += result.powerLosses;
       total.images += result.images;
+      total.failures += result.failures;
       total.indexRewrites += result.indexRewrites;
       total.movedBytes += result.movedBytes;
       total.operations += result.operations;

@@ -12,6 +12,8 @@ import type { DirectorySync, Disk, DiskFile } from "../disk.ts";
  *   their directory is synced. Syncing a file does not make its name durable.
  * - The text of a symbolic link goes with its name, where links are used for texts.
  * - A killed process loses nothing of this: but the call it died in may be half done.
+ * - A call may fail (no space, no descriptor, an I/O error) without any crash. A write may be half done then; of a sync
+ *   that failed, the kernel may take pages for clean that it did not write: no later sync writes them either.
  */
 const SECTOR = 512;
 let disks = 0;
@@ -47,6 +49,11 @@ class Inode {
   resize(size: number): void {
     this.size = size;
     this.sizes.push(size);
+  }
+
+  /** A sync that failed: some of what was to be written never will be. */
+  loseSome(random: Random): void {
+    for (const sector of [...this.versions.keys()]) if (random(2) === 0) this.versions.delete(sector);
   }
 
   sync(): void {
@@ -115,6 +122,10 @@ export class SimDisk implements Disk {
   #crashed = false;
   /** Changes and syncs that are still carried out before the crash. */
   #left = Number.POSITIVE_INFINITY;
+  /** Calls that still succeed before one fails. */
+  #untilFailure = Number.POSITIVE_INFINITY;
+  /** The call that failed last, as told to `failAfter`: what it was and of which file. */
+  failed: { readonly call: string; readonly file: string } | undefined;
   #random: Random;
   readonly #noteLimit: number;
   readonly #serial = ++disks;
@@ -136,6 +147,21 @@ export class SimDisk implements Disk {
 
   get crashed(): boolean {
     return this.#crashed;
+  }
+
+  /** The n-th call from now on that can fail does so, once. Infinity: none. */
+  failAfter(calls: number): void {
+    this.#untilFailure = calls;
+    this.failed = undefined;
+  }
+
+  /** Called before each call that can fail; `halfDone` is what it leaves. */
+  #mayFail(call: string, file: string, halfDone?: () => void): void {
+    if (this.#crashed || this.#untilFailure-- > 0) return;
+    this.#untilFailure = Number.POSITIVE_INFINITY;
+    this.failed = { call, file };
+    halfDone?.();
+    throw failure(call === "write" ? "ENOSPC" : call === "open" ? "EMFILE" : "EIO", `${call} of ${file}`);
   }
 
   /** The process is dead, the kernel is not. */
@@ -246,11 +272,13 @@ export class SimDisk implements Disk {
 
   open(file: string, mode: "read" | "write"): DiskFile {
     this.#alive();
+    this.#mayFail("open", file);
     return this.#file(file, this.#content(file), mode === "write");
   }
 
   create(file: string): DiskFile {
     if (this.#names.has(file)) throw failure("EEXIST", `file exists, ${file}`);
+    this.#mayFail("create", file);
     const inode = new Inode();
     this.#change(() =>
       this.#rename({ directories: [dirname(file)], apply: (names) => names.set(file, inode) }),
@@ -274,6 +302,7 @@ export class SimDisk implements Disk {
 
   rename(from: string, to: string): void {
     const inode = this.#inode(from);
+    this.#mayFail("rename", from);
     this.#change(() =>
       this.#rename({
         directories: [dirname(from), dirname(to)],
@@ -295,10 +324,16 @@ export class SimDisk implements Disk {
   removeIfPresent(file: string): void {
     this.#alive();
     if (!this.#names.has(file)) return;
+    this.#mayFail("remove", file);
     this.#change(() => this.#rename({ directories: [dirname(file)], apply: (names) => names.delete(file) }));
   }
 
   syncDirectoriesOf(...files: readonly string[]): void {
+    for (const directory of this.directoriesOf(...files)) directory.datasync();
+  }
+
+  #syncDirectories(files: readonly string[]): void {
+    this.#mayFail("sync", dirname(files[0]!));
     this.#change(() => {
       const directories = new Set(files.map((file) => dirname(file)));
       const last = this.#journal.findLastIndex((change) =>
@@ -310,7 +345,8 @@ export class SimDisk implements Disk {
   }
 
   directoriesOf(...files: readonly string[]): DirectorySync[] {
-    const datasync = () => this.syncDirectoriesOf(...files);
+    this.#mayFail("open", dirname(files[0]!));
+    const datasync = () => this.#syncDirectories(files);
     return [{ name: dirname(files[0]!), names: true, datasync, [Symbol.dispose]: () => undefined }];
   }
 
@@ -335,11 +371,21 @@ export class SimDisk implements Disk {
       this.#alive();
       if (!open) throw failure("EBADF", `${name} is closed`);
     };
-    const change = (apply: () => void) => {
+    const change = (call: string, apply: () => void, halfDone?: () => void) => {
       usable();
       if (!writable) throw failure("EBADF", `${name} is open for reading`);
+      this.#mayFail(call, name, halfDone);
       this.#change(apply);
     };
+    const sync = () =>
+      change(
+        "sync",
+        () => inode.sync(),
+        () => {
+          // Of files that are opened again nobody could know what is missing, so nothing is.
+          if (name.endsWith(".compact")) inode.loseSome(this.#random);
+        },
+      );
     /** Whole blocks become holes; the rest of the range zeros, where anything is. */
     const erase = (from: number, to: number) => {
       const holesFrom = Math.ceil(from / BLOCK) * BLOCK;
@@ -377,8 +423,14 @@ export class SimDisk implements Disk {
       write: (offset, source, sourceOffset, length) => {
         usable();
         if (!writable) throw failure("EBADF", `${name} is open for reading`);
-        const last = this.#tick();
-        const whole = last ? this.#beginning(offset, length) : length;
+        let failed: unknown;
+        try {
+          this.#mayFail("write", name);
+        } catch (error) {
+          failed = error;
+        }
+        const last = failed === undefined && this.#tick();
+        const whole = last || failed !== undefined ? this.#beginning(offset, length) : length;
         for (let at = offset; at < offset + whole; ) {
           const sector = Math.floor(at / SECTOR);
           const start = at - sector * SECTOR;
@@ -391,18 +443,20 @@ export class SimDisk implements Disk {
         }
         if (offset + whole > inode.size && whole > 0) inode.resize(offset + whole);
         if (last) throw new Crashed("the process died");
+        if (failed !== undefined) throw failed;
       },
       size() {
         usable();
         return inode.size;
       },
       truncate(length) {
-        change(() => {
+        change("truncate", () => {
           if (length < inode.size) erase(length, Math.ceil(inode.size / BLOCK) * BLOCK);
           inode.resize(length);
         });
       },
-      punchHole: (offset, length) => change(() => erase(offset, Math.min(offset + length, inode.size))),
+      punchHole: (offset, length) =>
+        change("punch", () => erase(offset, Math.min(offset + length, inode.size))),
       seekData(offset) {
         usable();
         let found: number | undefined;
@@ -424,8 +478,8 @@ export class SimDisk implements Disk {
         while (blocks.has(block)) block++;
         return Math.min(block * BLOCK, inode.size);
       },
-      datasync: () => change(() => inode.sync()),
-      sync: () => change(() => inode.sync()),
+      datasync: sync,
+      sync,
       lock(mode) {
         usable();
         inode.locks = inode.locks.filter((lock) => lock.owner !== owner);
