@@ -4,6 +4,8 @@ import { mkdir, mkdtemp, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { tryCommand } from "../lib/command.ts";
+import { createAddressPlan } from "../network/address-plan.ts";
+import { lockPool } from "../network/pool-lock.ts";
 import { type Check, cgroupCheck, chosenSettings, examine, formatChecks, portOwner } from "./doctor.ts";
 import { makeVmlinux } from "./testing.ts";
 
@@ -28,6 +30,7 @@ function look(more: Partial<Parameters<typeof examine>[0]> = {}): Promise<Check[
     vmm: "qemu",
     mode: "auto",
     diskExport: "auto",
+    pools: ["10.11.0.0", "10.12.0.0"],
     networkRates: false,
     ...more,
   });
@@ -145,6 +148,29 @@ test("the port: free, ours, another home's, somebody else's", async () => {
   const free = await look({ apiAddress });
   expect(find(free, name)).toEqual({ name, status: "ok", detail: "free" });
   expect(find(free, "server")).toMatchObject({ detail: "not running" });
+});
+
+test("address pools: free, our server's, another's with the lines that give others", async () => {
+  const name = "network pools";
+  // Nobody's but this test's: documentation addresses, one per process.
+  const pools = [`192.0.2.${process.pid % 256}`, `198.51.100.${process.pid % 256}`];
+  expect((await look({ pools })).find((check) => check.name === name)).toBeUndefined();
+  using _lock = await lockPool(pools[1]!);
+  const checks = await look({ pools });
+  expect(find(checks, name)).toMatchObject({
+    status: "warn",
+    detail: expect.stringContaining(`${pools[1]} in use by another server (pid ${process.pid})`),
+  });
+  const lines = formatChecks(checks).split(/^warn +network pools /m)[1]!;
+  const table = Bun.TOML.parse(lines.slice(lines.indexOf("[network.internal]"))) as {
+    network: { internal: { host_interaction_cidr: string; veth_cidr: string } };
+  };
+  const { host_interaction_cidr: hostInteraction, veth_cidr: veth } = table.network.internal;
+  expect(createAddressPlan(hostInteraction, veth).slot(1).index).toBe(1);
+  const home = join(dir, "served");
+  await mkdir(home);
+  await writeFile(join(home, "server.lock"), `${process.pid} agentenv serve\n`);
+  expect((await look({ pools, home })).find((check) => check.name === name)).toBeUndefined();
 });
 
 test("control groups of either version will do, and QEMU needs none", async () => {

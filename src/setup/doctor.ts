@@ -77,6 +77,7 @@ export async function examine(options: Settings): Promise<Check[]> {
     qemu.check,
     await vmmCheck(kernel.kernel, qemu.qemu, options.mode),
     ...(await serverChecks(options.apiAddress, options.home)),
+    ...poolCheck(options.pools, options.home),
   ];
 }
 
@@ -519,6 +520,45 @@ export function portOwner(port: number): { listening: boolean; pid?: number; com
   return { listening: true };
 }
 
+/** Base addresses of the pools that servers of this network namespace hold, with their sockets' inodes. */
+function heldPools(): Map<string, string> {
+  const held = new Map<string, string>();
+  for (const line of (readText("/proc/net/unix") ?? "").split("\n")) {
+    // The lock of src/network/pool-lock.ts: an abstract socket, "@" for the leading NUL.
+    const [, inode, base] = /^\S+ \S+ \S+ \S+ \S+ \S+ +(\d+) @agentenv-network-([\d.]+)$/.exec(line) ?? [];
+    if (inode !== undefined && base !== undefined) held.set(base, inode);
+  }
+  return held;
+}
+
+/** A server that has our pools: only one can, whatever their homes and ports. Silent when nobody or our server does. */
+function poolCheck(pools: readonly string[], home: string): Check[] {
+  const held = heldPools();
+  const taken = pools.filter((base) => held.has(base));
+  if (taken.length === 0) return [];
+  const wanted = `socket:[${held.get(taken[0]!)}]`;
+  const pid = readdirSync("/proc").find((one) => /^\d+$/.test(one) && fileDescriptors(one).includes(wanted));
+  if (pid !== undefined && Number(pid) === Number.parseInt(readText(join(home, "server.lock")) ?? "", 10))
+    return [];
+  const free = (octet: number) =>
+    !held.has(`10.${octet}.0.0`) &&
+    !(readText("/proc/net/route") ?? "").includes(
+      `\t${octet.toString(16).toUpperCase().padStart(2, "0")}0A\t`,
+    );
+  const octet = [...Array(100).keys()].map((i) => 13 + 2 * i).find((one) => free(one) && free(one + 1)) ?? 13;
+  return [
+    {
+      name: "network pools",
+      status: "warn",
+      detail: `${taken.join(" and ")} in use by another server${pid === undefined ? "" : ` (pid ${pid})`}: one on ${home} would not start beside it`,
+      cure: `stop that server, or give this one pools of its own in its configuration file:
+[network.internal]
+host_interaction_cidr = "10.${octet}.0.0/16"
+veth_cidr = "10.${octet + 1}.0.0/16"`,
+    },
+  ];
+}
+
 /** Targets of a process's descriptors; none when it is gone or not ours to look at. */
 function fileDescriptors(pid: string): string[] {
   const gone = (error: unknown) => ["ENOENT", "EACCES", "EPERM", "ESRCH"].includes(errorCode(error) ?? "");
@@ -535,6 +575,11 @@ function fileDescriptors(pid: string): string[] {
     if (!gone(error)) throw error;
   }
   return targets;
+}
+
+function nextFreePort(taken: number): number {
+  for (let port = taken + 1; port < 65_536; port++) if (!portOwner(port).listening) return port;
+  return 0; // The kernel chooses.
 }
 
 async function serverChecks(address: string, home: string): Promise<Check[]> {
@@ -559,8 +604,8 @@ async function serverChecks(address: string, home: string): Promise<Check[]> {
       {
         name,
         status: "warn",
-        detail: `in use by ${who}, a server that has not ${home} for its home`,
-        cure: "name its home with AENV_HOME_PATH, or choose another port with API_ADDR",
+        detail: `in use by ${who}, a server that has not ${home} for its home: one on ${home} would not start beside it`,
+        cure: `name its home with AENV_HOME_PATH if it is meant, else choose another port, e.g. API_ADDR=${hostname.includes(":") ? `[${hostname}]` : hostname}:${nextFreePort(port)}`,
       },
       { name: "server", status: "ok", detail: `none runs on ${home}` },
     ];
@@ -576,7 +621,7 @@ async function serverChecks(address: string, home: string): Promise<Check[]> {
       name,
       status: "missing",
       detail: `in use by ${who}, which is no healthy agentenv server (${health.detail})`,
-      cure: "stop that process or choose another port with API_ADDR",
+      cure: `stop that process or choose another port, e.g. API_ADDR=${hostname.includes(":") ? `[${hostname}]` : hostname}:${nextFreePort(port)}`,
     },
   ];
 }
@@ -607,7 +652,8 @@ export function formatChecks(checks: readonly Check[]): string {
   const width = Math.max(...checks.map((check) => check.name.length));
   return checks
     .map((check) => {
-      const cure = check.cure === undefined ? "" : `  → ${check.cure}`;
+      // Lines of a file stand below, as they are.
+      const cure = check.cure === undefined ? "" : `  → ${check.cure.replaceAll("\n", "\n            ")}`;
       return `${check.status.padEnd(8)}${check.name.padEnd(width + 2)}${check.detail}${cure}\n`;
     })
     .join("");

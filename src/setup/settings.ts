@@ -1,5 +1,6 @@
 import { resolve } from "node:path";
 import { type Environment, loadConfig } from "../config/index.ts";
+import { formatIpv4, parseCidr } from "../lib/ipv4.ts";
 
 /** What setup and doctor need of the node's configuration, flags applied. */
 export interface Settings {
@@ -12,6 +13,8 @@ export interface Settings {
   readonly vmm: "qemu" | "firecracker";
   readonly mode: string;
   readonly diskExport: "auto" | "nbd" | "ublk";
+  /** Of `[network.internal]`, as the network's lock names them: base addresses. */
+  readonly pools: readonly string[];
   /** Whether guests' network has limits. */
   readonly networkRates: boolean;
 }
@@ -61,6 +64,10 @@ export function readSettings(flags: SettingsFlags, env: Environment): Settings {
     vmm: config.vmm,
     mode: config.virtualizationMode,
     diskExport: config.ublk.export,
+    pools: [config.network.internal.hostInteractionCidr, config.network.internal.vethCidr].map((cidr) => {
+      const parsed = parseCidr(cidr);
+      return parsed === undefined ? cidr : formatIpv4(parsed.base);
+    }),
     networkRates:
       networkRateLimit.enabled &&
       (networkRateLimit.receiveBytesPerSec > 0 || networkRateLimit.sendBytesPerSec > 0),
