@@ -35,8 +35,7 @@ else
   # A public registry where one answers, otherwise an image made from this machine's own apt sources
   # in a local registry; both are pulled the same way.
   image=${AENV_QUICKSTART_IMAGE:-}
-  [[ -n $image ]] || status=$(curl -s -o /dev/null -w '%{http_code}' --connect-timeout 3 --max-time 5 https://registry-1.docker.io/v2/ || true)
-  if [[ ${status:-} == 200 || ${status:-} == 401 ]]; then image=docker.io/library/python:3.12-slim; fi
+  if [[ -z $image ]] && scripts/server.sh public-registry; then image=docker.io/library/python:3.12-slim; fi
   if [[ -z $image || $image == local ]]; then
     scripts/bootstrap.sh image
     registry=$(scripts/registry.sh start "$registry_dir")
@@ -72,7 +71,7 @@ Try it:
   eval "\$(scripts/server.sh env)"                PATH and E2B_*, for aenv and the E2B SDKs alike
   aenv start $template                      a shell in a new sandbox
   aenv list                                      what there is
-  aenv pull IMAGE --name NAME                    a template from any OCI image
+  aenv pull IMAGE --name NAME                    a template from an image of any registry that answers here
 
 Stop:  make stop   (running sandboxes are paused and stored; make start brings the server back)
 EOF

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Starts and stops the server of this checkout in the background. State lives in .aenv/, the executable in dist/.
 #   server.sh privileged                succeeds where a server can be started: CAP_NET_ADMIN and CAP_SYS_ADMIN
+#   server.sh public-registry           succeeds where Docker Hub answers
 #   server.sh start|stop|status|env     env: lines for eval: PATH, the paths above, E2B_* for aenv and the SDKs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,13 +19,26 @@ running() { [[ -f $pidfile ]] && kill -0 "$(cat "$pidfile")" 2>/dev/null && grep
 wanted=$API_ADDR
 if running && [[ -s $addrfile ]]; then API_ADDR=$(cat "$addrfile"); fi
 store_credentials() { printf 'http://%s\n%s\n' "$API_ADDR" "$(cat "$key_file")" | env -u E2B_API_URL XDG_CONFIG_HOME="$client" dist/aenv auth >/dev/null; }
+# What can be done next here: a template that is there, or an image from where one can be had.
 try_it() {
-  [[ ${1:-} == quiet ]] || cat <<'EOF'
-Try it:
-  eval "$(scripts/server.sh env)"                PATH and E2B_*, for aenv and the E2B SDKs alike
-  aenv pull python:3.12-slim --name py           a template from any OCI image
-  aenv start py                                  a shell in a new sandbox
-EOF
+  [[ ${1:-} != quiet ]] || return 0
+  local line='  %-46s %s\n' templates
+  printf 'Try it:\n'
+  # shellcheck disable=SC2016 # to be typed as it stands
+  printf "$line" 'eval "$(scripts/server.sh env)"' 'PATH and E2B_*, for aenv and the E2B SDKs alike'
+  templates=$(E2B_API_URL=http://$API_ADDR E2B_API_KEY=$(cat "$key_file" 2>/dev/null) timeout 5 dist/aenv template list --output json 2>/dev/null) || true
+  if grep -q '"quickstart"' <<<"$templates"; then printf "$line" 'aenv start quickstart' 'a shell in a new sandbox'; fi
+  if public_registry; then
+    printf "$line" 'aenv pull python:3.12-slim --name py' 'a template from any OCI image' 'aenv start py' 'a shell in a new sandbox'
+  else
+    printf "$line" 'aenv pull HOST:PORT/IMAGE --name NAME' 'from a registry of yours: Docker Hub does not answer'
+    if ! grep -q '"quickstart"' <<<"$templates"; then printf "$line" 'make quickstart' 'without a registry: a Debian image made here'; fi
+  fi
+}
+# Whether Docker Hub answers from here.
+public_registry() {
+  local status; status=$(curl -s -o /dev/null -w '%{http_code}' --connect-timeout 3 --max-time 5 https://registry-1.docker.io/v2/) || true
+  [[ $status == 200 || $status == 401 ]]
 }
 privileged() {
   local effective; effective=$(sed -n 's/^CapEff:\t//p' /proc/self/status)
@@ -39,6 +53,7 @@ count_running() {
 
 case ${1:-} in
   privileged) privileged;;
+  public-registry) public_registry;;
   start)
     if running; then store_credentials; echo "server already runs (pid $(cat "$pidfile")), http://$API_ADDR"
       [[ $wanted == "$API_ADDR" || $wanted == 127.0.0.1:8000 ]] || echo "for http://$wanted: make stop, then API_ADDR=$wanted make start"
