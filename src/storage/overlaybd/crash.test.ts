@@ -720,6 +720,52 @@ describe("an upper of a tool that knows no records", () => {
   });
 });
 
+test("a disk that grew while its index was being compacted stays grown", () => {
+  using scratch = scratchDirectory("compact-grow");
+  const compacted = prepareCompaction(hostDisk, scratch.path);
+  const { stack, model, config } = compacted;
+  put(compacted, 0, 99);
+  let progress = stack.compactStep(1 << 20);
+  while (!progress.flushNeeded) progress = stack.compactStep(1 << 20);
+  stack.grow(2 * SECTORS * 512);
+  for (; !progress.done; progress = stack.compactStep(1 << 20)) stack.flush();
+  stack[Symbol.dispose]();
+  using again = openStackOn({ lowers: [], upper: config.upper! });
+  expect(again.virtualSizeBytes).toBe(2 * SECTORS * 512);
+  expectSectors(again, model, "opened again");
+});
+
+test("a seal that fails at any call: what is flushed afterwards survives power loss", () => {
+  const random = seededRandom(11);
+  let goneOn = 0;
+  for (let calls = 0, sealed = false; !sealed; calls++) {
+    for (let image = 0; image < 8; image++) {
+      const disk = new SimDisk(random);
+      const compacted = prepareCompaction(disk, "/sim");
+      const { stack, model, config } = compacted;
+      disk.failAfter(calls);
+      try {
+        stack.seal("/sim/sealed");
+        sealed = true;
+        break;
+      } catch (error) {
+        if (stack.readOnly || (error instanceof AenvError && error.code === "restack_terminal")) continue;
+      }
+      put(compacted, 5, 123);
+      try {
+        stack.flush();
+      } catch (error) {
+        expect(error).toMatchObject({ code: "upper_flush_failed" });
+        continue;
+      }
+      using again = openStackOn(config, { disk: disk.afterPowerLoss(random) });
+      expectSectors(again, model, `call ${calls}: ${disk.failed?.call} of ${disk.failed?.file}`);
+      goneOn++;
+    }
+  }
+  expect(goneOn).toBeGreaterThan(10);
+});
+
 test("a sync of what is sealed that failed is a flush that failed", () => {
   for (const seal of ["restack", "seal"] as const) {
     using scratch = scratchDirectory("seal-sync");

@@ -477,6 +477,8 @@ export class Upper implements Disposable {
   /** Makes the disk bigger, durable when it returns. */
   grow(virtualSizeBytes: number): void {
     this.#checkWritable();
+    // The index file it writes anew has the old size in its header, which would decide.
+    this.#compactor?.dropRewrite();
     this.#header = { ...this.#header, virtualSizeBytes };
     if (this.#indexHeader !== undefined) this.#indexHeader = { ...this.#indexHeader, virtualSizeBytes };
     this.#rewriteHeaders();
