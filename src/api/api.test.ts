@@ -389,6 +389,29 @@ describe("bad input", () => {
     ).toContain("metadata.a");
   });
 
+  test("what would get lost or break later is refused: __proto__, names and values no environment can have", async () => {
+    const before = fake.records.size;
+    for (const metadata of ['{"__proto__":"x"}', '{"\\u005f_proto__":"x"}']) {
+      const reply = await call("POST", "/sandboxes", `{"templateID":"base","metadata":${metadata}}`);
+      expect([reply.status, reply.json.message]).toEqual([400, expect.stringContaining("__proto__")]);
+    }
+    for (const envVars of [{ "A=B": "x" }, { "": "x" }, { "A\0": "x" }, { A: "x\0y" }]) {
+      const reply = await call("POST", "/sandboxes", { templateID: "base", envVars });
+      expect([reply.status, reply.json.message]).toEqual([400, expect.stringContaining("envVars")]);
+    }
+    const metadata = { constructor: "x", toString: "\u00e9" };
+    const made = await call("POST", "/sandboxes", { templateID: "base", metadata, envVars: { "A B": "" } });
+    expect(made.status).toBe(201);
+    expect(fake.records.size).toBe(before + 1);
+  });
+
+  test("a path that is not percent-encoded UTF-8 is a bad request, not a failure", async () => {
+    for (const path of ["/templates/%ff", "/templates/aliases/%ff", "/snapshots/%ff"]) {
+      const reply = await call("GET", path);
+      expect([path, reply.status, reply.json.message]).toEqual([path, 400, expect.stringContaining("UTF-8")]);
+    }
+  });
+
   test("create fields that are kept, that may be empty, and that are refused when they are not", async () => {
     const mcp = { server: { a: 1 } };
     const body = { templateID: "base", mcp, iam: { tokens: {} }, autoPauseMemory: true, volumeMounts: [] };

@@ -1,4 +1,4 @@
-import { AenvError, errorChain } from "../lib/errors.ts";
+import { AenvError, errorChain, isDiskFull } from "../lib/errors.ts";
 
 /** Error body of the REST contract: `code` equals the HTTP status. */
 export interface ErrorBodyJson {
@@ -23,6 +23,14 @@ export function errorResponse(error: unknown): Response {
       // Clients wait as long as they are told to, and not at all when they are told nothing.
       error.status === 429 ? { "retry-after": "5", ...lowerCase(error.headers) } : error.headers,
     );
+  }
+  if (isDiskFull(error)) {
+    return jsonError({
+      code: 507,
+      message: "the server's disk is full",
+      error_code: "disk_full",
+      remediation: "free space on the file system that holds $AENV_HOME_PATH",
+    });
   }
   return jsonError({
     code: 500,

@@ -9,7 +9,7 @@ import { errorResponse } from "./errors.ts";
 import { networkRoutes } from "./network.ts";
 import { nodeRoutes, teamRoutes } from "./nodes.ts";
 import { openApiDocument, openApiPage } from "./openapi.ts";
-import { type Route, route, runRoute } from "./route.ts";
+import { type PathParams, type Route, route, runRoute } from "./route.ts";
 import { sandboxRoutes } from "./sandboxes.ts";
 import { snapshotRoutes } from "./snapshots.ts";
 import { telemetryRoutes } from "./telemetry.ts";
@@ -198,7 +198,7 @@ export function createControlApi(options: ControlApiOptions): ControlApi {
         try {
           if (definition.authenticated && !isAuthorized(request.headers, options.apiKeys))
             throw unauthorized(request.headers);
-          return await runRoute(definition, request, params as Record<string, string>);
+          return await runRoute(definition, request, params as PathParams);
         } catch (error) {
           if (!(error instanceof AenvError) || error.status >= 500) {
             log.error({ err: error, method: request.method, route: definition.path }, "request failed");

@@ -109,6 +109,36 @@ interface ParsedBody {
   readonly ignored: readonly string[];
 }
 
+/** As the router has them: none for a path without any, and without what it could not decode. */
+export type PathParams = Readonly<Record<string, string | null | undefined>> | undefined;
+
+function wholeParams(params: PathParams): Record<string, string> {
+  const whole: Record<string, string> = {};
+  for (const [name, value] of Object.entries(params ?? {})) {
+    if (typeof value !== "string") throw badRequest(`${name} in the path is not percent-encoded UTF-8`);
+    whole[name] = value;
+  }
+  return whole;
+}
+
+const PROTO = "__proto__";
+
+/** A member of that name would be lost on its way through objects: it is refused, not dropped. */
+function parseJson(text: string): unknown {
+  const value: unknown = JSON.parse(text);
+  // Escapes may spell it, too.
+  if (text.includes(PROTO) || text.includes("\\u")) refuseProto(value);
+  return value;
+}
+
+function refuseProto(value: unknown): void {
+  if (typeof value !== "object" || value === null) return;
+  if (!Array.isArray(value) && Object.hasOwn(value, PROTO)) {
+    throw badRequest(`no member of the request body may have the name ${PROTO}`);
+  }
+  for (const member of Object.values(value)) refuseProto(member);
+}
+
 async function parseBody(schema: z.ZodType, request: Request): Promise<ParsedBody> {
   const declared = Number(request.headers.get("content-length") ?? 0);
   const tooLarge = () =>
@@ -134,8 +164,9 @@ async function parseBody(schema: z.ZodType, request: Request): Promise<ParsedBod
       });
     }
     try {
-      json = text.trim() === "" ? {} : JSON.parse(text);
+      json = text.trim() === "" ? {} : parseJson(text);
     } catch (cause) {
+      if (cause instanceof AenvError) throw cause;
       throw new AenvError({
         code: "invalid_request",
         status: 400,
@@ -149,15 +180,11 @@ async function parseBody(schema: z.ZodType, request: Request): Promise<ParsedBod
   return { data: parsed.data, ignored: ignoredFields(schema, json) };
 }
 
-export async function runRoute(
-  definition: Route,
-  request: Request,
-  params: Readonly<Record<string, string>>,
-): Promise<Response> {
+export async function runRoute(definition: Route, request: Request, params: PathParams): Promise<Response> {
   const url = new URL(request.url);
   const query = definition.query === undefined ? {} : parseQuery(definition.query, url);
   const body = definition.body === undefined ? undefined : await parseBody(definition.body, request);
-  const reply = await definition.run({ request, params, query, body: body?.data });
+  const reply = await definition.run({ request, params: wholeParams(params), query, body: body?.data });
   if (reply instanceof Response) return reply;
   // Dropped, but not silently.
   const told =

@@ -1,4 +1,5 @@
 import { z } from "zod";
+import { MAX_POLICY_ENTRIES } from "../network/index.ts";
 
 /** Named schemas become `components.schemas` of the OpenAPI document. */
 export const named = z.registry<{ id: string; description?: string }>();
@@ -14,6 +15,12 @@ const int32 = z.int().max(2_147_483_647);
 export const TimeoutSeconds = int32.min(1).describe("Seconds to live, counted from now");
 
 const StringMap = z.record(z.string(), z.string());
+
+/** What a process can have in its environment: `execve` takes `NAME=VALUE` texts that end with a NUL. */
+const EnvVars = z.record(
+  z.string().regex(/^[^=\0]+$/, "a variable's name is not empty and has neither = nor NUL in it"),
+  z.string().regex(/^[^\0]*$/, "a variable's value has no NUL in it"),
+);
 
 export const ErrorBody = component(
   "Error",
@@ -32,10 +39,10 @@ export const NetworkConfig = component(
     allowPublicTraffic: z.boolean().optional().describe("false: application ports need the traffic token"),
     allowOut: z
       .array(z.string().min(1))
-      .max(1024)
+      .max(MAX_POLICY_ENTRIES)
       .optional()
       .describe("Address, CIDR or domain; wins over denyOut"),
-    denyOut: z.array(z.string().min(1)).max(1024).optional().describe("Address or CIDR"),
+    denyOut: z.array(z.string().min(1)).max(MAX_POLICY_ENTRIES).optional().describe("Address or CIDR"),
     maskRequestHost: z
       .string()
       .max(300)
@@ -55,7 +62,7 @@ const anyCreateFields = {
   autoResume: AutoResume.optional(),
   network: NetworkConfig.optional(),
   metadata: StringMap.optional(),
-  envVars: StringMap.optional(),
+  envVars: EnvVars.optional(),
   customExtensionParams: z.record(z.string(), z.unknown()).optional(),
   volumeMounts: z.array(z.object({ name: z.string(), path: z.string() })).optional(),
 };
@@ -184,8 +191,8 @@ export const SandboxDetail = component(
 export const NetworkUpdate = component(
   "NetworkUpdate",
   z.looseObject({
-    allowOut: z.array(z.string().min(1)).max(1024).optional(),
-    denyOut: z.array(z.string().min(1)).max(1024).optional(),
+    allowOut: z.array(z.string().min(1)).max(MAX_POLICY_ENTRIES).optional(),
+    denyOut: z.array(z.string().min(1)).max(MAX_POLICY_ENTRIES).optional(),
     allow_internet_access: z.boolean().optional(),
   }),
 );

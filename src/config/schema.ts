@@ -48,6 +48,11 @@ const optionalText = () =>
 const flag = (fallback: boolean) => z.boolean().default(fallback);
 const integer = (fallback: number, min = 0, max = MAX_SAFE) =>
   z.int().min(min, `must be at least ${min}`).max(max, `must be at most ${max}`).default(fallback);
+/** Longer ones, of timers, would be none at all: they count milliseconds in 31 bits. */
+const MAX_TIMER_MS = 2 ** 31 - 1;
+const MAX_TIMER_SECS = Math.floor(MAX_TIMER_MS / 1000);
+const seconds = (fallback: number, min = 0) => integer(fallback, min, MAX_TIMER_SECS);
+const milliseconds = (fallback: number, min = 0) => integer(fallback, min, MAX_TIMER_MS);
 const ratio = (fallback: number) =>
   z
     .number()
@@ -197,8 +202,8 @@ export const configSchema = z.object({
     binary_path: optionalPath(),
     boot_args: text(DEFAULT_BOOT_ARGS),
     allowed_extra_boot_args_prefixes: z.array(z.string()).default([]),
-    socket_timeout_secs: integer(3, 1),
-    socket_poll_ms: integer(1, 1),
+    socket_timeout_secs: seconds(3, 1),
+    socket_poll_ms: milliseconds(1, 1),
     work_dir: path("$AENV_HOME/firecracker-work", "AENV_FIRECRACKER_WORK_DIR"),
     serial_dir: path("$AENV_HOME/logs/serial", "AENV_FIRECRACKER_SERIAL_DIR"),
     log_level: z
@@ -248,12 +253,12 @@ export const configSchema = z.object({
         .default(["docker.io", "ghcr.io"]),
       convert_standard_oci: flag(true),
       allowed_registries: registryList.optional(),
+      internal_hosts: registryList.default([]),
       try_referrers_overlaybd_prefixes: z
         .array(z.string())
         .transform((list) => list.map((prefix) => prefix.trim()).filter((prefix) => prefix !== ""))
         .default([]),
       allow_local_paths: flag(false),
-      internal_hosts: registryList.default([]),
     }),
     cache: table({
       root_dir: path("$AENV_HOME/image-cache"),
@@ -265,6 +270,7 @@ export const configSchema = z.object({
         interval_secs: z
           .int()
           .min(0, "must be at least 0")
+          .max(MAX_TIMER_SECS, `must be at most ${MAX_TIMER_SECS}`)
           .transform((value) => (value === 0 ? 1800 : value))
           .default(1800),
         min_age_secs: integer(600),
@@ -304,7 +310,7 @@ export const configSchema = z.object({
       send_burst_bytes: rate(),
     }),
   }),
-  envd: table({ version: text("0.6.13"), init_timeout_secs: integer(60, 1), poll_ms: integer(3, 1) }),
+  envd: table({ version: text("0.6.13"), init_timeout_secs: seconds(60, 1), poll_ms: milliseconds(3, 1) }),
   sandbox: table({
     access_token_hash_seed: key(z.string().trim().min(1, "must not be blank when set").optional(), {
       env: "AENV_SANDBOX_ACCESS_TOKEN_HASH_SEED",
@@ -317,7 +323,7 @@ export const configSchema = z.object({
     default_size_mb: integer(65536, 1),
   }),
   orchestrator: table({
-    auto_evict_interval_ms: integer(1000, 1),
+    auto_evict_interval_ms: milliseconds(1000, 1),
     default_sandbox_timeout_secs: integer(15),
     auto_resume_min_sandbox_timeout_secs: integer(300),
     persisted_sandbox_store_path: path("$AENV_HOME/persisted-sandboxes", "AENV_PERSISTED_SANDBOX_STORE_PATH"),
@@ -328,8 +334,8 @@ export const configSchema = z.object({
     min_available_memory_mb: integer(512),
     health_probe: table({
       enabled: flag(true),
-      interval_ms: integer(10_000, 100),
-      timeout_ms: integer(5000, 1),
+      interval_ms: milliseconds(10_000, 100),
+      timeout_ms: milliseconds(5000, 1),
       failures: integer(3, 1),
     }),
   }),
@@ -358,7 +364,7 @@ export const configSchema = z.object({
     enabled: flag(true),
     scheduler_report: table({
       enabled: key(flag(false), { env: "AENV_OBSERVABILITY_SCHEDULER_REPORT_ENABLED", envKind: "flag" }),
-      interval_secs: key(integer(5, 1), {
+      interval_secs: key(seconds(5, 1), {
         env: "AENV_OBSERVABILITY_REPORT_INTERVAL_SECS",
         envKind: "integer",
       }),
@@ -370,13 +376,13 @@ export const configSchema = z.object({
     transport: text("iroh"),
     store_dir: path("$AENV_HOME/p2p/store"),
     listen_addr: listenAddress().default("0.0.0.0:0"),
-    lookup_timeout_ms: integer(5000, 1),
-    fetch_timeout_ms: integer(30000, 1),
-    peer_discovery_refresh_interval_secs: integer(5, 1),
+    lookup_timeout_ms: milliseconds(5000, 1),
+    fetch_timeout_ms: milliseconds(30000, 1),
+    peer_discovery_refresh_interval_secs: seconds(5, 1),
   }),
   custom_extension: table({
     url: key(httpUrl(), { env: "AENV_CUSTOM_EXTENSION_URL" }),
-    timeout_ms: integer(5000, 1),
+    timeout_ms: milliseconds(5000, 1),
   }),
   snapshot: table({
     local_cache_path: path("$AENV_HOME/snapshot-local-cache", "AENV_SNAPSHOT_LOCAL_CACHE_PATH"),
@@ -417,10 +423,10 @@ export const configSchema = z.object({
         "hybridLogStructured",
       ),
       allow_shrink: flag(false),
-      resize_timeout_secs: integer(120, 1),
+      resize_timeout_secs: seconds(120, 1),
       download_enable: flag(false),
-      p2p_lookup_timeout_ms: integer(300),
-      p2p_fetch_range_timeout_ms: integer(2000),
+      p2p_lookup_timeout_ms: milliseconds(300),
+      p2p_fetch_range_timeout_ms: milliseconds(2000),
     }),
   }),
   memory_snapshot: table({
@@ -442,8 +448,8 @@ export const configSchema = z.object({
   }),
   template_build: table({
     max_concurrent_builds: integer(4, 1),
-    timeout_secs: integer(3600, 1),
-    ready_timeout_secs: integer(600, 1),
+    timeout_secs: seconds(3600, 1),
+    ready_timeout_secs: seconds(600, 1),
     step_cache_size_mb: integer(20_480),
     upload_cache_size_mb: integer(20_480, 1),
     max_upload_size_mb: integer(5120, 1),

@@ -43,6 +43,18 @@ export function errorChain(error: unknown): string[] {
   return messages;
 }
 
+/** Whether a full file system or quota is somewhere among the causes. */
+export function isDiskFull(error: unknown): boolean {
+  let current = error;
+  for (let depth = 0; current instanceof Error && depth < 16; depth++) {
+    const code = "code" in current ? current.code : undefined;
+    if (code === "disk_full" || code === "ENOSPC" || code === "EDQUOT" || code === "SQLITE_FULL") return true;
+    if (/\bENOSPC\b|no space left/i.test(current.message)) return true;
+    current = current.cause;
+  }
+  return false;
+}
+
 /** A broken invariant is a bug, never bad input: it says so and stops the operation. */
 export function assert(condition: unknown, message: string): asserts condition {
   if (!condition) throw new Error(`internal error, please report: ${message}`);

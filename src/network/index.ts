@@ -1,5 +1,11 @@
 export type { GuestLedger } from "./egress/index.ts";
-export { DEFAULT_POLICY, type EgressInput, type EgressPolicy, parseEgressPolicy } from "./egress-policy.ts";
+export {
+  DEFAULT_POLICY,
+  type EgressInput,
+  type EgressPolicy,
+  MAX_POLICY_ENTRIES,
+  parseEgressPolicy,
+} from "./egress-policy.ts";
 export { requireRateLimits } from "./host.ts";
 export { type PoolOptions, WarmPool } from "./pool.ts";
 export { createNetworkService } from "./service.ts";
