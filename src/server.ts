@@ -51,8 +51,8 @@ Options:
   -h, --help      this text
 
 Environment: AENV_HOME_PATH, AENV_RUNTIME_PATH, API_ADDR, AENV_API_KEY and the overrides that
-the packaged configuration names (agentenv config default). SIGINT or SIGTERM pauses every sandbox,
-stores it and ends. SIGUSR2 ends and leaves them running, for the next server to take over.
+the packaged configuration names (agentenv config default). SIGINT, SIGTERM or SIGHUP pauses every
+sandbox, stores it and ends. SIGUSR2 ends and leaves them running, for the next server to take over.
 `;
 
 const MIB = 1024 ** 2;
@@ -340,6 +340,11 @@ async function startNode(config: NodeConfig, log: Logger) {
       log: log.child({ room: "orchestrator" }),
     }),
   );
+  const collectLayers = (): void => {
+    orchestrator
+      .collectGarbage()
+      .catch((error: unknown) => log.error({ err: error }, "collecting unused layers failed"));
+  };
   const templates = stack.use(
     createTemplateService({
       repository,
@@ -362,11 +367,7 @@ async function startNode(config: NodeConfig, log: Logger) {
       workDir: join(config.backend.posixFs.snapshotStore, "builds"),
       // Named after what is in it: the guest agent and the kernel's modules.
       cacheEpoch: basename(runtime.initrdPath),
-      onDeleted: () => {
-        orchestrator
-          .collectGarbage()
-          .catch((error: unknown) => log.error({ err: error }, "collecting unused layers failed"));
-      },
+      onDeleted: collectLayers,
       log: log.child({ room: "template" }),
     }),
   );
@@ -405,15 +406,15 @@ async function startNode(config: NodeConfig, log: Logger) {
   await templates.start();
   // Before the first request, for a while; what is missing then comes later.
   await warm?.start(POOL_PATIENCE_MS);
-  if (config.image.cache.gc.enabled) {
-    const collect = async () =>
-      images.collect(new Set([...(await templates.pinnedFiles()), ...orchestrator.pinnedFiles()]));
-    const timer = setInterval(
-      () => collect().catch((error: unknown) => log.error({ err: error }, "collecting images failed")),
-      config.image.cache.gc.intervalSecs * 1000,
-    );
-    stack.defer(() => clearInterval(timer));
-  }
+  const collectImages = async () =>
+    images.collect(new Set([...(await templates.pinnedFiles()), ...orchestrator.pinnedFiles()]));
+  const collection = setInterval(() => {
+    // What a deletion left because it was young still, or in use.
+    collectLayers();
+    if (!config.image.cache.gc.enabled) return;
+    collectImages().catch((error: unknown) => log.error({ err: error }, "collecting images failed"));
+  }, config.image.cache.gc.intervalSecs * 1000);
+  stack.defer(() => clearInterval(collection));
 
   const front = startFront({
     hostname: listen.hostname,
@@ -434,6 +435,8 @@ async function startNode(config: NodeConfig, log: Logger) {
     (error: unknown) => log.error({ err: error }, "no usable virtual machine monitor"),
   );
 
+  // What a deletion left because it was young still, or in use, when the last server ended.
+  collectLayers();
   serving = true;
   const owned = stack.move();
   return {
@@ -482,6 +485,12 @@ function settingHint(argv: readonly string[]): string {
 }
 
 /** `agentenv serve`. Exit codes: 0 stopped or left, 1 failed, 2 wrong usage. */
+/** Whether this process was started with SIGHUP ignored: `SigIgn` is a mask of signals, from 1 on (proc_pid_status(5)). */
+function ignoresHangup(): boolean {
+  const mask = /^SigIgn:\s*([0-9a-f]+)$/m.exec(readFileSync("/proc/self/status", "utf8"))?.[1] ?? "0";
+  return (BigInt(`0x${mask}`) & 1n) === 1n;
+}
+
 export async function serveMain(argv: string[]): Promise<number> {
   let values: ReturnType<typeof parseFlags>;
   try {
@@ -498,7 +507,9 @@ export async function serveMain(argv: string[]): Promise<number> {
   const log = createLogger("agentenv");
   // From the first moment on: a server that is ended while it starts takes away what it has made so far, too.
   const stop = Promise.withResolvers<"stop" | "leave">();
-  for (const signal of ["SIGINT", "SIGTERM"] as const) {
+  // A closed terminal ends the server in order, unless it was started to outlive it (nohup).
+  const hangup = ignoresHangup() ? [] : (["SIGHUP"] as const);
+  for (const signal of ["SIGINT", "SIGTERM", ...hangup] as const) {
     process.on(signal, () => {
       log.info({ signal }, "stopping: running sandboxes are paused and stored");
       stop.resolve("stop");

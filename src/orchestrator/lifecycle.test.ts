@@ -1,5 +1,13 @@
 import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
-import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
+import {
+  existsSync,
+  mkdtempSync,
+  readdirSync,
+  renameSync,
+  rmSync,
+  truncateSync,
+  writeFileSync,
+} from "node:fs";
 import { join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
 import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
@@ -567,6 +575,20 @@ describe("a network that is changed while something else happens", () => {
     expect(orchestrator.get(id).network).toEqual({ denyOut: ["0.0.0.0/0"] });
   });
 
+  test("what cannot be stored is not in force", async () => {
+    const { id } = await orchestrator.create(createRequest());
+    applied.resolve();
+    factory.faults.applyEgress = () => {
+      delete factory.faults.applyEgress;
+      factory.of(id)!.egress = CLOSED;
+      throw Object.assign(new Error("ENOSPC: no space left on device"), { code: "ENOSPC" });
+    };
+    const updated = orchestrator.updateNetwork(id, { denyOut: ["0.0.0.0/0"] });
+    await expect(updated).rejects.toMatchObject({ code: "disk_full", status: 507 });
+    expect(factory.of(id)?.egress).toEqual({ base: "default", allowOut: [], denyOut: [] });
+    expect(orchestrator.get(id).network).toBeUndefined();
+  });
+
   test("a deletion meanwhile: the change says so", async () => {
     const { id } = await orchestrator.create(createRequest());
     const updated = orchestrator.updateNetwork(id, { denyOut: ["0.0.0.0/0"] });
@@ -598,6 +620,52 @@ test("a VM that cannot be stopped after its pause ends before the sandbox is res
   await orchestrator.kill(first.id);
   await orchestrator.kill(second.id);
   expect(factory.live.size).toBe(0);
+});
+
+describe("records that got lost", () => {
+  let artifacts: string;
+
+  beforeEach(async () => {
+    const { id } = await orchestrator.create(createRequest());
+    await orchestrator.pause(id);
+    await orchestrator.shutdown();
+    opened.splice(0);
+    artifacts = testOptions(home, { repository, sandboxes: factory }).artifactsDir;
+    expect(readdirSync(artifacts)).toContain(id);
+  });
+
+  const lose = (how: (path: string) => void): string => {
+    const { statePath } = testOptions(home, { repository, sandboxes: factory });
+    for (const extra of ["-wal", "-shm"]) rmSync(statePath + extra, { force: true });
+    how(statePath);
+    return statePath;
+  };
+
+  test.each(["no file", "an empty file"])("%s: nothing starts and nothing is swept, twice", async (what) => {
+    const before = readdirSync(artifacts);
+    const path = lose((file) => (what === "no file" ? rmSync(file) : truncateSync(file)));
+    for (let i = 0; i < 2; i++) {
+      const next = createOrchestrator(testOptions(home, { repository, sandboxes: factory }));
+      await expect(next.start()).rejects.toMatchObject({
+        code: "records_missing",
+        message: expect.stringContaining(path),
+        remediation: expect.stringContaining(artifacts),
+      });
+    }
+    expect(readdirSync(artifacts)).toEqual(before);
+    // The cure that is told.
+    renameSync(artifacts, `${artifacts}.lost`);
+    await open().start();
+  });
+
+  test("a damaged file: told by name, also by who looks before", async () => {
+    const path = lose((file) => writeFileSync(file, "no database".repeat(1000)));
+    const next = createOrchestrator(testOptions(home, { repository, sandboxes: factory }));
+    const told = { code: "records_unreadable", message: expect.stringContaining(path) };
+    await expect(next.start()).rejects.toMatchObject(told);
+    expect(() => hasTokenProtectedSandboxes(path)).toThrow(path);
+    expect(readdirSync(artifacts)).toHaveLength(1);
+  });
 });
 
 describe("capacity", () => {

@@ -37,7 +37,7 @@ import { type HealthOptions, HealthWatch } from "./health.ts";
 import { digestFiles, Pins } from "./pins.ts";
 import { checkSnapshotName, getSnapshot, listSnapshots, publishSnapshot } from "./snapshots.ts";
 import { conflict, failure, notFound, shuttingDown, wakeUp } from "./states.ts";
-import { type RunningDocument, SandboxStore } from "./store.ts";
+import { isNewDatabase, type RunningDocument, SandboxStore } from "./store.ts";
 import type {
   CreateColdSandboxRequest,
   CreateSandboxRequest,
@@ -168,6 +168,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const { statePath, artifactsDir, sandboxes, evictIntervalMs, health } = this.#options;
     await makeDirDurable(dirname(statePath), 0o700);
     await makeDirDurable(artifactsDir, 0o700);
+    if (isNewDatabase(statePath)) await refuseForgotten(statePath, artifactsDir);
     this.#store = new SandboxStore(statePath, this.#log);
     const { documents, ids } = this.#store.load();
     for (const document of documents) {
@@ -1235,29 +1236,38 @@ class SandboxOrchestrator implements NodeOrchestrator {
       if (entry.instance === instance && entry.state !== "killing") return;
       throw conflict(entry.id, entry.state, "it stopped running while its network was changed");
     };
+    const before = egressOf(entry.record);
     checkInstance();
-    await instance.running.applyEgress(policy);
-    // Operations in place leave the instance as it is, and a pause waits for us.
-    checkInstance();
-    const { record } = entry;
-    const { allowOut: _out, denyOut: _deny, ...ingress } = record.network ?? {};
-    const { allowInternetAccess: _access, ...rest } = record;
-    entry.record = {
-      ...rest,
-      network: {
-        ...ingress,
-        ...(allowOut === undefined ? {} : { allowOut }),
-        ...(denyOut === undefined ? {} : { denyOut }),
-      },
-      ...(allowInternetAccess === undefined ? {} : { allowInternetAccess }),
-    };
     try {
-      this.#db.putRunning(this.#runningDocument(entry));
+      await instance.running.applyEgress(policy);
+      // Operations in place leave the instance as it is, and a pause waits for us.
+      checkInstance();
+      const { record } = entry;
+      const { allowOut: _out, denyOut: _deny, ...ingress } = record.network ?? {};
+      const { allowInternetAccess: _access, ...rest } = record;
+      entry.record = {
+        ...rest,
+        network: {
+          ...ingress,
+          ...(allowOut === undefined ? {} : { allowOut }),
+          ...(denyOut === undefined ? {} : { denyOut }),
+        },
+        ...(allowInternetAccess === undefined ? {} : { allowInternetAccess }),
+      };
+      try {
+        this.#db.putRunning(this.#runningDocument(entry));
+      } catch (error) {
+        entry.record = record;
+        throw error;
+      }
     } catch (error) {
-      // Told that it failed, nobody may have other rules than before.
-      entry.record = record;
-      await instance.running.applyEgress(egressOf(record));
-      throw failure("persistence_failed", `the network of sandbox ${entry.id} was not changed`, error);
+      // Where it failed after they were in force: told of an error, nobody has other rules than before.
+      if (entry.instance === instance) {
+        await instance.running.applyEgress(before).catch((undo: unknown) => {
+          this.#log.error({ err: undo, sandboxId: entry.id }, "the rules of before were not stored again");
+        });
+      }
+      throw failure("network_update_failed", `the network of sandbox ${entry.id} was not changed`, error);
     }
   }
 
@@ -1374,6 +1384,23 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }> {
     return this.#options.repository.collect(this.#pins.files);
   }
+}
+
+/**
+ * Captures without a database of records are those of paused sandboxes whose records got lost: they must not be taken
+ * for leftovers. Error `records_missing` 500.
+ */
+async function refuseForgotten(statePath: string, artifactsDir: string): Promise<void> {
+  const captures = new Bun.Glob("*/*/state.json");
+  const found = await Array.fromAsync(captures.scan({ cwd: artifactsDir, onlyFiles: true }));
+  const forgotten = new Set(found.map((path) => path.slice(0, path.indexOf("/"))));
+  forgotten.delete(CHECKPOINTS);
+  if (forgotten.size === 0) return;
+  throw new AenvError({
+    code: "records_missing",
+    message: `${statePath} is missing or empty, but ${artifactsDir} holds ${forgotten.size} paused sandboxes`,
+    remediation: `restore ${statePath} from a backup; to give those sandboxes up, move ${artifactsDir} away`,
+  });
 }
 
 async function namesIn(dir: string): Promise<string[]> {

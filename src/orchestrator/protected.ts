@@ -1,5 +1,5 @@
-import { Database } from "bun:sqlite";
 import { existsSync } from "node:fs";
+import { openRecords, readingRecords } from "./store.ts";
 
 /**
  * Whether a persisted sandbox can only be reached with a token: a lost token seed is then an error and not
@@ -7,19 +7,21 @@ import { existsSync } from "node:fs";
  */
 export function hasTokenProtectedSandboxes(statePath: string): boolean {
   if (!existsSync(statePath)) return false;
-  using db = new Database(statePath, { strict: true });
-  return ["sandboxes", "running"].some((table) => {
-    const [found] = db
-      .query<{ n: number }, [string]>("SELECT count(*) AS n FROM sqlite_master WHERE name = ?")
-      .all(table);
-    if (found?.n !== 1) return false;
-    const [row] = db
-      .query<{ n: number }, []>(
-        `SELECT count(*) AS n FROM ${table} WHERE json_valid(document)
+  using db = openRecords(statePath);
+  return readingRecords(statePath, () =>
+    ["sandboxes", "running"].some((table) => {
+      const [found] = db
+        .query<{ n: number }, [string]>("SELECT count(*) AS n FROM sqlite_master WHERE name = ?")
+        .all(table);
+      if (found?.n !== 1) return false;
+      const [row] = db
+        .query<{ n: number }, []>(
+          `SELECT count(*) AS n FROM ${table} WHERE json_valid(document)
          AND (json_extract(document, '$.record.secure') = 1
               OR json_extract(document, '$.record.network.allowPublicTraffic') = 0)`,
-      )
-      .all();
-    return (row?.n ?? 0) > 0;
-  });
+        )
+        .all();
+      return (row?.n ?? 0) > 0;
+    }),
+  );
 }

@@ -1,4 +1,4 @@
-import { AenvError, errorChain } from "../lib/errors.ts";
+import { AenvError, errorChain, isDiskFull } from "../lib/errors.ts";
 import type { SandboxState } from "./types.ts";
 
 /** Every change of state there is. Anything else is a bug, not a request. */
@@ -58,7 +58,7 @@ export function shuttingDown(): AenvError {
 /** Keeps the code, status and cure of the cause, and says what they did to which sandbox. */
 export function failure(code: string, message: string, cause: unknown, remediation?: string): AenvError {
   const known = cause instanceof AenvError ? cause : undefined;
-  const full = errorChain(cause).some((text) => /ENOSPC|no space left/i.test(text));
+  const full = isDiskFull(cause);
   const cure =
     known?.remediation ?? (full ? "free space on the file system that holds $AENV_HOME_PATH" : remediation);
   return new AenvError({

@@ -1,5 +1,5 @@
 import { Database } from "bun:sqlite";
-import { mkdirSync } from "node:fs";
+import { existsSync, mkdirSync } from "node:fs";
 import { dirname } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
@@ -39,6 +39,33 @@ export interface RunningDocument {
 /** `resuming` marks that a start was under way: the artifacts are immutable, so it can be tried again. */
 export type Lifecycle = "paused" | "resuming";
 
+/** Opens the database of records. Error `records_unreadable` 500, which names the file. */
+export function openRecords(path: string, options: { readonly create?: true } = {}): Database {
+  return readingRecords(path, () => new Database(path, { ...options, readwrite: true, strict: true }));
+}
+
+/** What is done to the database at `path`; a damaged one is told with its name and the cure. */
+export function readingRecords<T>(path: string, work: () => T): T {
+  try {
+    return work();
+  } catch (cause) {
+    throw new AenvError({
+      code: "records_unreadable",
+      message: `the records of sandboxes in ${path} cannot be read`,
+      remediation:
+        "restore the file, with its -wal if it has one, from a backup; moved away together with the directory of captures, it means a start without the paused sandboxes",
+      cause,
+    });
+  }
+}
+
+/** Whether there are no records yet: no file, an empty one, or one without tables. */
+export function isNewDatabase(path: string): boolean {
+  if (!existsSync(path)) return true;
+  using db = openRecords(path);
+  return readingRecords(path, () => db.query("SELECT 1 FROM sqlite_master LIMIT 1").get() === null);
+}
+
 /**
  * Durable records of sandboxes: SQLite, WAL. A call about a paused one that returned is on stable storage. A
  * call about a running one survives the process, not the host: neither does its VM.
@@ -52,19 +79,23 @@ export class SandboxStore implements Disposable {
   constructor(path: string, log: Logger) {
     this.#log = log;
     mkdirSync(dirname(path), { recursive: true, mode: 0o700 });
-    this.#db = new Database(path, { create: true, strict: true });
-    this.#db.run("PRAGMA journal_mode = WAL");
-    this.#db.run("PRAGMA synchronous = FULL");
-    this.#db.run("PRAGMA busy_timeout = 2000");
-    this.#db.run(`CREATE TABLE IF NOT EXISTS sandboxes (
-      id TEXT PRIMARY KEY,
-      lifecycle TEXT NOT NULL CHECK (lifecycle IN ('paused', 'resuming')),
-      document TEXT NOT NULL
-    ) STRICT`);
-    this.#db.run("CREATE TABLE IF NOT EXISTS running (id TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT");
-    this.#swift = new Database(path, { strict: true });
-    this.#swift.run("PRAGMA synchronous = NORMAL");
-    this.#swift.run("PRAGMA busy_timeout = 2000");
+    const db = openRecords(path, { create: true });
+    this.#db = db;
+    this.#swift = readingRecords(path, () => {
+      db.run("PRAGMA journal_mode = WAL");
+      db.run("PRAGMA synchronous = FULL");
+      db.run("PRAGMA busy_timeout = 2000");
+      db.run(`CREATE TABLE IF NOT EXISTS sandboxes (
+        id TEXT PRIMARY KEY,
+        lifecycle TEXT NOT NULL CHECK (lifecycle IN ('paused', 'resuming')),
+        document TEXT NOT NULL
+      ) STRICT`);
+      db.run("CREATE TABLE IF NOT EXISTS running (id TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT");
+      const swift = openRecords(path);
+      swift.run("PRAGMA synchronous = NORMAL");
+      swift.run("PRAGMA busy_timeout = 2000");
+      return swift;
+    });
   }
 
   /**

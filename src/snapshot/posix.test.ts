@@ -284,6 +284,26 @@ test("one damaged record: the others are listed, its own get names the file, not
   expect(layersOnDisk()).toHaveLength(5);
 });
 
+test.each(["{", "", "[]", "null", "7", '{"version":1}'])(
+  "one damaged alias (%p): the others are listed with theirs, it is told by name, its snapshot can be deleted",
+  async (damage) => {
+    const good = await publish("one");
+    const bad = await publish("two");
+    await repository.bindAlias("good", good.id);
+    await repository.bindAlias("bad", bad.id);
+    writeFileSync(join(root, "repository/catalog/aliases/bad.json"), damage);
+    const names = (await repository.list()).map(({ id, aliases }) => [id, aliases]);
+    expect(Object.fromEntries(names)).toEqual({ [good.id]: ["good"], [bad.id]: [] });
+    await expect(repository.resolve("bad")).rejects.toMatchObject({
+      code: "snapshot_alias_invalid",
+      message: expect.stringContaining("aliases/bad.json"),
+    });
+    expect((await repository.get(bad.id))?.aliases).toEqual([]);
+    await repository.delete(bad.id);
+    expect(await repository.get(bad.id)).toBeUndefined();
+  },
+);
+
 test("status updates keep what was committed, and never the other way round", async () => {
   const made = await publish("one");
   await repository.put(recordOf(made.id));

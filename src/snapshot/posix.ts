@@ -134,7 +134,7 @@ class PosixRepository implements SnapshotRepository {
     const documents = new Map<string, AliasDocument>();
     for (const name of await readdir(this.#aliases)) {
       if (!name.endsWith(".json")) continue;
-      const document = await this.#readAlias(name.slice(0, -".json".length));
+      const document = await this.#aliasOrNone(name.slice(0, -".json".length));
       if (document !== undefined) documents.set(document.alias, document);
     }
     const records: SnapshotRecord[] = [];
@@ -221,7 +221,7 @@ class PosixRepository implements SnapshotRepository {
 
   async #readStored(id: string): Promise<StoredRecord | undefined> {
     const path = join(this.#records, `${id}.json`);
-    const value = await readOptional(path);
+    const value = await readDocument(path);
     if (value === undefined) return undefined;
     const record = value as Partial<StoredRecord>;
     if (
@@ -239,8 +239,19 @@ class PosixRepository implements SnapshotRepository {
     return record as StoredRecord;
   }
 
+  /** As it is for what goes on without the names: a damaged one is told, and counts as none. */
+  async #aliasOrNone(alias: string): Promise<AliasDocument | undefined> {
+    try {
+      return await this.#readAlias(alias);
+    } catch (error) {
+      if (!(error instanceof AenvError && error.code === "snapshot_alias_invalid")) throw error;
+      this.#log.error({ err: error, alias }, "the document of an alias is left out");
+      return undefined;
+    }
+  }
+
   async #readAlias(alias: string): Promise<AliasDocument | undefined> {
-    const value = (await readOptional(join(this.#aliases, `${alias}.json`))) as
+    const value = (await readDocument(join(this.#aliases, `${alias}.json`))) as
       | Partial<AliasDocument>
       | undefined;
     if (value === undefined) return undefined;
@@ -259,7 +270,8 @@ class PosixRepository implements SnapshotRepository {
     for (const text of stored.aliases) {
       const name = parseAlias(text);
       const document =
-        documents?.get(name.base) ?? (documents === undefined ? await this.#readAlias(name.base) : undefined);
+        documents?.get(name.base) ??
+        (documents === undefined ? await this.#aliasOrNone(name.base) : undefined);
       if (document?.tags[name.tag] === stored.id) aliases.push(text);
     }
     const { version: _, committed, ...rest } = stored;
@@ -519,7 +531,7 @@ class PosixRepository implements SnapshotRepository {
     await this.#prepare();
     const name = parseAlias(text);
     using _ = await this.#lock("alias", name.base);
-    const document = await this.#readAlias(name.base);
+    const document = await this.#aliasOrNone(name.base);
     if (document?.tags[name.tag] !== id) return;
     const { [name.tag]: __, ...tags } = document.tags;
     const path = join(this.#aliases, `${name.base}.json`);
@@ -569,6 +581,15 @@ function snapshotNotFound(id: string): AenvError {
 function filesOf(record: SnapshotRecord): string[] {
   const state = record.committed?.state;
   return state === undefined ? [] : stateLayers(state).map(({ file }) => file);
+}
+
+/** An empty document for one that is damaged, which is no valid one of any kind. */
+async function readDocument(path: string): Promise<unknown> {
+  const value = await readOptional(path).catch((error: unknown) => {
+    if (error instanceof Error && error.cause instanceof SyntaxError) return {};
+    throw error;
+  });
+  return value === undefined || (typeof value === "object" && value !== null) ? value : {};
 }
 
 async function readOptional(path: string): Promise<unknown> {

@@ -161,7 +161,7 @@ export function fakeState(dir: string, generation: number): CapturedState {
     writeFileSync(join(dir, name), text);
     return join(dir, name);
   };
-  return {
+  const state: CapturedState = {
     version: 1,
     vm: IDENTITY,
     shape: { vcpuCount: 1, memoryMiB: 128 },
@@ -176,6 +176,8 @@ export function fakeState(dir: string, generation: number): CapturedState {
     },
     envdVersion: "0.5.15",
   };
+  file("state.json", JSON.stringify(state));
+  return state;
 }
 
 export class FakeSandboxFactory implements SandboxFactory {
