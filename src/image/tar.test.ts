@@ -317,3 +317,50 @@ test("random damage never does anything but throw or parse", () => {
   }
   expect(refused).toBeGreaterThan(500);
 });
+
+describe("what a stream may cost", () => {
+  const file = (size: number) => tarHeader({ name: Buffer.from("f"), typeFlag: "0", size });
+
+  test("the largest sparse map is read once, not once per block; its lines are short", () => {
+    const pairs = 1 << 18;
+    const map = block(`${pairs}\n${"0\n".repeat(2 * pairs)}`);
+    const head = paxHeader([
+      ["GNU.sparse.major", "1"],
+      ["GNU.sparse.minor", "0"],
+      ["GNU.sparse.realsize", "5"],
+    ]);
+    const [parsed] = parse(Buffer.concat([head, file(map.length), map, END]), 65_536);
+    expect(parsed!.entry).toMatchObject({ sizeBytes: 5, segments: [] });
+    // Refused at its first block, with nothing of it kept.
+    const parser = new TarParser({ entry: () => undefined, data: () => undefined });
+    parser.push(Buffer.concat([head, file(1 << 20)]));
+    expect(() => parser.push(Buffer.alloc(512, "1"))).toThrow("a sparse map's line is not a number");
+  });
+
+  test("global headers are bounded together, and what replaces or removes counts once", () => {
+    const header = (key: string, bytes: number) => {
+      const body = paxHeader([[key, "v".repeat(bytes)]]);
+      const size = Number.parseInt(body.toString("latin1", 124, 135), 8);
+      body.set(tarHeader({ name: Buffer.from("PaxHeader"), typeFlag: "g", size }));
+      return body;
+    };
+    const parser = new TarParser({ entry: () => undefined, data: () => undefined });
+    for (let i = 0; i < 20; i++) parser.push(header("comment", 500_000));
+    for (let i = 0; i < 20; i++) parser.push(Buffer.concat([header(`k${i}`, 500_000), header(`k${i}`, 0)]));
+    parser.push(header("other", 500_000));
+    expect(() => parser.push(header("third", 500_000))).toThrow("global headers of more than 1048576 bytes");
+  });
+
+  test("names and link targets end at PATH_MAX, and the error names the member", () => {
+    const name = `start/${"n".repeat(4090)}`;
+    expect(parse(makeTar([{ path: name, content: "" }]))[0]!.entry.path).toBe(name);
+    for (const dialect of ["gnu", "pax"] as const) {
+      expect(() => parse(makeTar([{ path: `${name}+`, content: "", dialect }]))).toThrow(
+        /start\/nn.*more than 4096 bytes/,
+      );
+      expect(() => parse(makeTar([{ path: "it", type: "symlink", link: `${name}+`, dialect }]))).toThrow(
+        /it: a name or link of more than 4096 bytes/,
+      );
+    }
+  });
+});

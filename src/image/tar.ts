@@ -46,6 +46,12 @@ const BLOCK = 512;
 /** Extended headers and long names kept in memory: far more than 64 KiB of attributes and a path need. */
 const MAX_META_BYTES = 4 << 20;
 const MAX_SPARSE_SEGMENTS = 1 << 18;
+/** Of all global headers of an archive that hold together: writers put a comment there, or a commit's id. */
+const MAX_GLOBAL_BYTES = 1 << 20;
+/** Linux's PATH_MAX: no longer name can be given to a system call. */
+const MAX_PATH_BYTES = 4096;
+/** More digits than any safe integer has. */
+const MAX_DIGITS = 20;
 
 export function showBytes(bytes: string): string {
   const text = Buffer.from(bytes, "latin1").toString("utf8");
@@ -82,11 +88,23 @@ interface HeldEntry {
   memberBytes: number;
 }
 
+/** A map of format 1.0 as far as it was read: decimal lines, first their number of pairs. */
+interface NewSparse {
+  readonly held: HeldEntry;
+  mapBytes: number;
+  /** Of the line that is not whole yet. */
+  digits: string;
+  /** Pairs; absent until the first line. */
+  count?: number;
+  /** The first of a pair. */
+  offset?: number;
+}
+
 type State =
   | { readonly at: "header" }
   | { readonly at: "meta"; readonly meta: PendingMeta; padding: number }
   | { readonly at: "oldSparse"; readonly held: HeldEntry }
-  | { readonly at: "newSparse"; readonly held: HeldEntry; text: string }
+  | ({ readonly at: "newSparse" } & NewSparse)
   | { readonly at: "data"; left: number; padding: number; readonly emit: boolean }
   | { readonly at: "padding"; left: number }
   | { readonly at: "end" };
@@ -98,7 +116,8 @@ export class TarParser {
   #blockFilled = 0;
   #offset = 0;
   #sawZeroBlock = false;
-  #globals: PaxRecords = new Map();
+  readonly #globals: PaxRecords = new Map();
+  #globalBytes = 0;
   #pax: PaxRecords | undefined;
   #sparsePairs: TarSegment[] = [];
   #longName: string | undefined;
@@ -248,8 +267,14 @@ export class TarParser {
         return;
       case "globalPax":
         for (const [key, value] of this.#paxRecords(meta.bytes)) {
-          if (value.length === 0) this.#globals.delete(key);
-          else this.#globals.set(key, value);
+          this.#globalBytes -= sizeOfRecord(key, this.#globals.get(key));
+          this.#globals.delete(key);
+          if (value.length === 0) continue;
+          this.#globalBytes += sizeOfRecord(key, value);
+          if (this.#globalBytes > MAX_GLOBAL_BYTES)
+            throw malformed(this.#offset, `global headers of more than ${MAX_GLOBAL_BYTES} bytes`);
+          // A copy: the header it is a part of may be much larger.
+          this.#globals.set(key, Buffer.from(value));
         }
         return;
       case "pax":
@@ -348,6 +373,13 @@ export class TarParser {
     const linkTarget = this.#paxText("linkpath") ?? this.#longLink ?? cString(block, 157, 100);
     if (path.includes("\0") || linkTarget.includes("\0"))
       throw malformed(this.#offset, "a name holds a NUL byte");
+    if (path.length > MAX_PATH_BYTES || linkTarget.length > MAX_PATH_BYTES) {
+      throw new AenvError({
+        code: "image_unsupported",
+        status: 400,
+        message: `${showBytes(path)}: a name or link of more than ${MAX_PATH_BYTES} bytes`,
+      });
+    }
     const type = this.#type(typeFlag, path);
     // Content of anything but a file is ignored, as the archive readers of container runtimes do.
     const memberBytes = type === "file" ? (this.#paxNumber("size") ?? headerSize) : 0;
@@ -511,7 +543,7 @@ export class TarParser {
     held.map.realSize = realSize;
     if (this.#paxText("GNU.sparse.major") === "1" && this.#paxText("GNU.sparse.minor") === "0") {
       this.#clearPending();
-      this.#state = { at: "newSparse", held, text: "" };
+      this.#state = { at: "newSparse", held, mapBytes: 0, digits: "" };
       return true;
     }
     const map = this.#paxText("GNU.sparse.map");
@@ -524,33 +556,45 @@ export class TarParser {
         this.#pushSegment(held.map.segments, numbers[index]!, numbers[index + 1]!);
       }
     } else {
-      held.map.segments.push(...this.#sparsePairs);
+      held.map.segments = this.#sparsePairs;
     }
     this.#clearPending();
     this.#begin(held, true);
     return true;
   }
 
-  #newSparseBlock(state: { readonly held: HeldEntry; text: string }): void {
+  #newSparseBlock(state: NewSparse): void {
     const { held } = state;
     held.memberBytes -= BLOCK;
-    state.text += this.#block.toString("latin1");
-    if (held.memberBytes < 0 || state.text.length > MAX_META_BYTES) {
+    state.mapBytes += BLOCK;
+    if (held.memberBytes < 0 || state.mapBytes > MAX_META_BYTES) {
       throw malformed(this.#offset, "a sparse map is longer than its file");
     }
-    const lines = state.text.split("\n");
-    // The text after the last newline is not a whole line yet.
-    const complete = lines.length - 1;
-    if (complete < 1) return;
-    const count = this.#decimal(Buffer.from(lines[0]!, "latin1"), "sparse map count");
-    if (count > MAX_SPARSE_SEGMENTS) throw malformed(this.#offset, "too many sparse segments");
-    if (complete < 1 + 2 * count) return;
-    for (let index = 0; index < count; index++) {
-      const offset = this.#decimal(Buffer.from(lines[1 + 2 * index]!, "latin1"), "sparse offset");
-      const length = this.#decimal(Buffer.from(lines[2 + 2 * index]!, "latin1"), "sparse length");
-      this.#pushSegment(held.map.segments, offset, length);
+    for (const byte of this.#block) {
+      if (byte !== 0x0a) {
+        state.digits += String.fromCharCode(byte);
+        if (state.digits.length > MAX_DIGITS) {
+          throw malformed(this.#offset, `a sparse map's line is not a number: ${state.digits}`);
+        }
+        continue;
+      }
+      const number = this.#decimal(Buffer.from(state.digits, "latin1"), "a sparse map's line");
+      state.digits = "";
+      if (state.count === undefined) {
+        if (number > MAX_SPARSE_SEGMENTS) throw malformed(this.#offset, "too many sparse segments");
+        state.count = number;
+      } else if (state.offset === undefined) {
+        state.offset = number;
+      } else {
+        this.#pushSegment(held.map.segments, state.offset, number);
+        delete state.offset;
+      }
+      // What follows in the block is padding.
+      if (held.map.segments.length === state.count) {
+        this.#begin(held, true);
+        return;
+      }
     }
-    this.#begin(held, true);
   }
 
   #begin(held: HeldEntry, sparse: boolean): void {
@@ -576,6 +620,10 @@ export class TarParser {
     const padding = paddingOf(memberBytes);
     this.#state = memberBytes > 0 ? { at: "data", left: memberBytes, padding, emit: true } : { at: "header" };
   }
+}
+
+function sizeOfRecord(key: string, value: Uint8Array | undefined): number {
+  return value === undefined ? 0 : key.length + value.length;
 }
 
 function paddingOf(size: number): number {

@@ -12,6 +12,8 @@ export interface ArchiveLimits {
   readonly maxEntries: number;
   /** Content of all members together. */
   readonly maxContentBytes: number;
+  /** Names of all members together: they are kept in memory. Default 128 MiB. */
+  readonly maxNameBytes?: number;
 }
 
 export interface ArchiveMember {
@@ -76,6 +78,8 @@ export async function listArchive(
 ): Promise<{ readonly members: readonly ArchiveMember[]; readonly contentBytes: number }> {
   const members: ArchiveMember[] = [];
   let contentBytes = 0;
+  const { maxNameBytes = 128 << 20 } = limits;
+  let nameBytes = 0;
   await readArchive(
     file,
     {
@@ -84,6 +88,9 @@ export async function listArchive(
         if (entry.type === "hardLink") memberPath(entry.linkTarget);
         if (members.length >= limits.maxEntries)
           throw invalidArchive(`it has more than ${limits.maxEntries} members`);
+        nameBytes += entry.path.length;
+        if (nameBytes > maxNameBytes)
+          throw invalidArchive(`its members' names take more than ${maxNameBytes} bytes`);
         contentBytes += entry.type === "file" ? entry.sizeBytes : 0;
         if (contentBytes > limits.maxContentBytes)
           throw invalidArchive(`its content is larger than ${limits.maxContentBytes} bytes`);

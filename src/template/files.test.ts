@@ -3,6 +3,7 @@ import { existsSync, mkdtempSync, readdirSync, rmSync, truncateSync, utimesSync 
 import { join } from "node:path";
 import { compress, makeTar } from "../../tests/support/oci.ts";
 import { createLogger } from "../lib/log.ts";
+import { listArchive } from "./archive.ts";
 import { FileStore } from "./files.ts";
 
 const log = createLogger("test");
@@ -120,4 +121,15 @@ test("a short file is not served; the oldest go first when all of them are too m
   expect(await store.has(T1, hash("c"))).toBe(false);
   await store.sweep(new Set());
   expect(readdirSync(root)).toEqual(["staging"]);
+});
+
+test("the names of an archive are bounded together", async () => {
+  const path = join(root, "names.tar");
+  await Bun.write(path, makeTar(["aaaa", "bbbb", "cccc"].map((name) => ({ path: name, content: "" }))));
+  const limits = { maxEntries: 10, maxContentBytes: 10 };
+  expect((await listArchive(path, { ...limits, maxNameBytes: 12 }, never)).members).toHaveLength(3);
+  await expect(listArchive(path, { ...limits, maxNameBytes: 11 }, never)).rejects.toMatchObject({
+    code: "invalid_archive",
+    status: 400,
+  });
 });
