@@ -1,5 +1,6 @@
 import { rm } from "node:fs/promises";
 import { join } from "node:path";
+import { Gate } from "../lib/gate.ts";
 import type { ProgressSink } from "../lib/progress.ts";
 import type { Descriptor } from "./manifest.ts";
 import type { ImageSource } from "./source.ts";
@@ -22,33 +23,12 @@ export function throttled(
   };
 }
 
-class Limiter {
-  #free: number;
-  readonly #waiting: (() => void)[] = [];
-
-  constructor(limit: number) {
-    this.#free = limit;
-  }
-
-  async run<T>(work: () => Promise<T>): Promise<T> {
-    if (this.#free > 0) this.#free--;
-    else await new Promise<void>((resolve) => this.#waiting.push(resolve));
-    try {
-      return await work();
-    } finally {
-      const next = this.#waiting.shift();
-      if (next === undefined) this.#free++;
-      else next();
-    }
-  }
+/** Download slots shared by everything a service does. Who asks is bounded elsewhere. */
+export function createDownloadLimiter(): Gate {
+  return new Gate(PARALLEL_DOWNLOADS, "downloads", Number.POSITIVE_INFINITY);
 }
 
-/** Download slots shared by everything a service does. */
-export function createDownloadLimiter(): Limiter {
-  return new Limiter(PARALLEL_DOWNLOADS);
-}
-
-export type DownloadLimiter = Limiter;
+export type DownloadLimiter = Gate;
 
 /**
  * The blobs one image needs, downloaded ahead into a staging directory while earlier layers are converted.
@@ -59,14 +39,14 @@ export class BlobPrefetch implements AsyncDisposable {
   readonly #blobs = new Map<string, Promise<string>>();
   readonly #source: ImageSource;
   readonly #directory: string;
-  readonly #limiter: Limiter;
+  readonly #limiter: DownloadLimiter;
   readonly #progress: ProgressSink;
   readonly #signal: AbortSignal;
 
   constructor(options: {
     readonly source: ImageSource;
     readonly directory: string;
-    readonly limiter: Limiter;
+    readonly limiter: DownloadLimiter;
     readonly progress: ProgressSink;
     readonly signal: AbortSignal;
   }) {
@@ -83,7 +63,6 @@ export class BlobPrefetch implements AsyncDisposable {
     if (known !== undefined) return known;
     const target = join(this.#directory, descriptor.digest.replace(":", "-"));
     const started = this.#limiter.run(async () => {
-      this.#signal.throwIfAborted();
       const report = throttled(this.#progress, {
         phase: "download layer",
         item: descriptor.digest,
@@ -91,7 +70,7 @@ export class BlobPrefetch implements AsyncDisposable {
       });
       await this.#source.blob(descriptor, target, this.#signal, report);
       return target;
-    });
+    }, this.#signal);
     this.#blobs.set(descriptor.digest, started);
     // A failure belongs to whoever asks for the blob, which may be later than the failure.
     started.catch(() => undefined);

@@ -27,7 +27,9 @@ export class Gate {
     return this.#running >= this.#limit && this.#waiting.length >= this.#queueLimit;
   }
 
-  async run<T>(task: () => Promise<T>): Promise<T> {
+  /** A task whose signal aborts while it waits leaves the queue and rejects with the signal's reason. */
+  async run<T>(task: () => Promise<T>, signal?: AbortSignal): Promise<T> {
+    signal?.throwIfAborted();
     if (this.#running >= this.#limit) {
       if (this.#waiting.length >= this.#queueLimit) {
         throw new AenvError({
@@ -38,7 +40,7 @@ export class Gate {
           headers: { "Retry-After": "5" },
         });
       }
-      await new Promise<void>((resolve) => this.#waiting.push(resolve));
+      await this.#turn(signal);
     } else {
       this.#running += 1;
     }
@@ -50,5 +52,20 @@ export class Gate {
       if (next === undefined) this.#running -= 1;
       else next();
     }
+  }
+
+  #turn(signal: AbortSignal | undefined): Promise<void> {
+    const { promise, resolve, reject } = Promise.withResolvers<void>();
+    const leave = (): void => {
+      this.#waiting.splice(this.#waiting.indexOf(begin), 1);
+      reject(signal?.reason);
+    };
+    const begin = (): void => {
+      signal?.removeEventListener("abort", leave);
+      resolve();
+    };
+    this.#waiting.push(begin);
+    signal?.addEventListener("abort", leave, { once: true });
+    return promise;
   }
 }

@@ -181,7 +181,9 @@ export async function copyIntoGuest(
     user: "root",
     timeoutMs,
     onStdout(chunk) {
-      said += Buffer.from(chunk).toString("utf8");
+      // One short line is all that is waited for; the guest may say whatever it likes after it.
+      if (said.length > MAX_ANSWER_BYTES) return;
+      said += Buffer.from(chunk.subarray(0, MAX_ANSWER_BYTES)).toString("utf8");
       const match = /^port (\d+)\n/.exec(said);
       if (match !== null) port.resolve(Number(match[1]));
     },

@@ -668,6 +668,35 @@ test("cancel ends a build with its reason, frees its sandbox, and is refused whe
   expect(record).toMatchObject({ status: "error", reason: { message: "the build was cancelled" } });
 });
 
+test("cancel takes a queued build out of the queue at once, and it says so", async () => {
+  const hold = Promise.withResolvers<void>();
+  resolveImage = () => hold.promise;
+  const made = [];
+  for (const name of ["one", "two", "queued"]) {
+    const one = await templates.create({ name, tags: [] });
+    await templates.startBuild(one.templateId, one.buildId, { fromImage: "x", steps: [] });
+    made.push(one);
+  }
+  const [one, two, queued] = made;
+  // The two before it go on: they end only when they are let.
+  await templates.cancel(queued!.templateId, queued!.buildId);
+  const { build: record } = await templates.build(queued!.templateId, queued!.buildId);
+  expect(record).toMatchObject({ status: "error", reason: { message: "the build was cancelled" } });
+  hold.resolve();
+  for (const { templateId, buildId } of [one!, two!]) {
+    expect((await ended(templateId, buildId)).build.status).toBe("ready");
+  }
+});
+
+test("a build whose start was looked up while the server began to stop is refused, and is not lost", async () => {
+  const made = await templates.create({ name: "late", tags: [] });
+  const start = templates.startBuild(made.templateId, made.buildId, { fromImage: "x", steps: [] });
+  start.catch(() => undefined);
+  await templates[Symbol.asyncDispose]();
+  await expect(start).rejects.toMatchObject({ code: "shutting_down", status: 503 });
+  expect((await repository.get(made.buildId))?.source).toMatchObject({ build: { status: "waiting" } });
+});
+
 const DOCKERFILE = { dockerfile: { escape: "\\" as const } };
 const step = (type: string, ...args: string[]) => ({ type, args });
 

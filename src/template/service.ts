@@ -514,12 +514,22 @@ class Templates implements TemplateService {
     }
     this.#starting.add(record.id);
     try {
+      // The look above was waited for: a stop that began meanwhile must find every build.
+      this.#refuseWhenClosing();
       const building = withBuild(record, { status: "building", startedAt: new Date().toISOString() });
       await repository.put(building);
       const buildLog = new BuildLog([], (entry) => log.debug({ buildId: record.id, ...entry }, "build log"));
       const abort = new AbortController();
       const done = this.#gate
-        .run(() => this.#execute(building, { steps, stageSteps }, request, buildLog, abort.signal))
+        .run(
+          () => this.#execute(building, { steps, stageSteps }, request, buildLog, abort.signal),
+          abort.signal,
+        )
+        .catch(async (error: unknown) => {
+          // Cancelled while it waited: it is recorded as any build that ends early.
+          if (error !== abort.signal.reason || !abort.signal.aborted) throw error;
+          await this.#execute(building, { steps, stageSteps }, request, buildLog, abort.signal);
+        })
         .catch((error: unknown) =>
           log.error({ err: error, buildId: record.id }, "the end of a build was not recorded"),
         )
@@ -547,6 +557,7 @@ class Templates implements TemplateService {
       this.#options.log.error({ err: error, buildId: record.id }, "build log not written"),
     );
     try {
+      cancelled.throwIfAborted();
       await this.#build(record, parsed, request, log, cancelled, captureDir);
     } catch (error) {
       const step = error instanceof BuildFailure ? error.step : undefined;
