@@ -5,6 +5,9 @@ import type { BuildLogEntry } from "./types.ts";
 
 const MAX_ENTRIES = 50_000;
 const TAIL_ENTRIES = 500;
+/** As lines of JSON, of all entries together; the end of a longer log is kept beside, at most this much. */
+const MAX_LOG_BYTES = 15 << 20;
+const MAX_TAIL_BYTES = 1 << 20;
 const MAX_MESSAGE_CHARS = 8192;
 const PROGRESS_INTERVAL_MS = 2000;
 const WRITE_INTERVAL_MS = 500;
@@ -17,12 +20,16 @@ export class BuildLog {
   readonly #entries: BuildLogEntry[];
   #tail: BuildLogEntry[] = [];
   #dropped = 0;
+  #bytes = 0;
+  #tailBytes = 0;
+  #full = false;
   readonly #onEntry: ((entry: BuildLogEntry) => void) | undefined;
   /** Entries that readers see and that `take` has not given out. */
   #taken = 0;
 
   constructor(entries: readonly BuildLogEntry[] = [], onEntry?: (entry: BuildLogEntry) => void) {
     this.#entries = [...entries];
+    for (const entry of entries) this.#bytes += sizeOf(entry);
     this.#onEntry = onEntry;
   }
 
@@ -44,18 +51,30 @@ export class BuildLog {
     const entry: BuildLogEntry = {
       timestamp: new Date().toISOString(),
       level,
-      message: message.length > MAX_MESSAGE_CHARS ? `${message.slice(0, MAX_MESSAGE_CHARS)}…` : message,
+      message:
+        message.length > MAX_MESSAGE_CHARS
+          ? `${message.slice(0, MAX_MESSAGE_CHARS)}… (${message.length - MAX_MESSAGE_CHARS} more characters)`
+          : message,
       ...(step === undefined ? {} : { step }),
     };
     this.#onEntry?.(entry);
-    if (this.#entries.length < MAX_ENTRIES) {
+    const size = sizeOf(entry);
+    if (!this.#full && this.#entries.length < MAX_ENTRIES && this.#bytes + size <= MAX_LOG_BYTES) {
+      this.#bytes += size;
       this.#entries.push(entry);
       return;
     }
+    if (!this.#full) {
+      this.#full = true;
+      const limit = `${MAX_ENTRIES} entries or ${MAX_LOG_BYTES >> 20} MiB`;
+      const message = `the log reached its limit of ${limit}: the rest is left out, but for its end`;
+      this.#entries.push({ timestamp: entry.timestamp, level: "warn", message });
+    }
     this.#tail.push(entry);
-    if (this.#tail.length > 2 * TAIL_ENTRIES) {
-      this.#dropped += this.#tail.length - TAIL_ENTRIES;
-      this.#tail = this.#tail.slice(-TAIL_ENTRIES);
+    this.#tailBytes += size;
+    while (this.#tail.length > TAIL_ENTRIES || this.#tailBytes > MAX_TAIL_BYTES) {
+      this.#tailBytes -= sizeOf(this.#tail.shift()!);
+      this.#dropped += 1;
     }
   }
 
@@ -116,6 +135,10 @@ export class BuildLog {
       this.add("info", describe(event), step);
     };
   }
+}
+
+function sizeOf(entry: BuildLogEntry): number {
+  return Buffer.byteLength(JSON.stringify(entry)) + 1;
 }
 
 /** Keeps a build's log on disk while it grows: what a reader saw is there after a crash, too. */
