@@ -1,4 +1,4 @@
-import { readFileSync } from "node:fs";
+import { readFileSync, statfsSync } from "node:fs";
 import { mkdir } from "node:fs/promises";
 import { totalmem } from "node:os";
 import { basename, join, resolve } from "node:path";
@@ -55,6 +55,8 @@ the packaged configuration names (agentenv config default). SIGINT, SIGTERM or S
 sandbox, stores it and ends. SIGUSR2 ends and leaves them running, for the next server to take over.
 `;
 
+/** Linux, include/uapi/linux/magic.h. */
+const TMPFS_MAGIC = 0x01021994;
 const MIB = 1024 ** 2;
 const GIB = 1024 ** 3;
 const STOP_GRACE_MS = 5_000;
@@ -108,6 +110,12 @@ async function startNode(config: NodeConfig, log: Logger) {
   await makeDirDurable(home);
   await mkdir(config.runtimePath, { recursive: true });
   stack.use(lockHome(home));
+  if (statfsSync(home).type === TMPFS_MAGIC) {
+    log.warn(
+      { home },
+      "home_path is on a tmpfs: what is paused ends with the host's memory, and running sandboxes end when it is full; use a disk",
+    );
+  }
   stack.use(lockRuntime(config.runtimePath));
   const listen = parseListenAddress(config.server.listen)!;
   requireFreeAddress(listen.hostname, listen.port);

@@ -263,9 +263,13 @@ describe("the host", () => {
     expect(await traces()).toEqual(before);
   }, 60_000);
 
-  test.each(["made an API key", "block daemon started"])(
-    "a server that is told to end while it starts leaves nothing (after: %s)",
-    async (line) => {
+  test.each([
+    ["made an API key", "SIGTERM"],
+    ["block daemon started", "SIGINT"],
+    ["block daemon started", "SIGHUP"],
+  ] as const)(
+    "a server that is told to end while it starts leaves nothing (after: %s, by %s)",
+    async (line, signal) => {
       await using other = await TestServer.create();
       const child = Bun.spawn([EXECUTABLE, "serve"], {
         env: other.environment,
@@ -279,7 +283,7 @@ describe("the host", () => {
       for await (const bytes of child.stderr) {
         const told = log.includes(line);
         log += new TextDecoder().decode(bytes);
-        if (!told && log.includes(line)) child.kill("SIGTERM");
+        if (!told && log.includes(line)) child.kill(signal);
       }
       expect(await child.exited, log).toBe(0);
       await eventually("nothing is left", async () => (await hostObjects(other)).length === 0);
