@@ -194,6 +194,18 @@ describe("a sandbox with a real agent", () => {
     });
   });
 
+  test("a client that makes up methods does not make the page large", async () => {
+    await using observer = observe();
+    for (let i = 0; i < 2000; i++) {
+      observer.request("proxy_host", `M${i}`, `/${"x".repeat(10_000)}${i}`, 200, 0.02);
+    }
+    observer.request("proxy_host", "POST", "/*", 200, 0.02);
+    const text = await observer.render();
+    expect(text).toContain('method="POST",route="/*"');
+    expect(text).toContain('method="other"');
+    expect(text.length).toBeLessThan(100_000);
+  });
+
   test("the metrics page has every family, and numbers that add up", async () => {
     await using observer = observe();
     observer.start(sandboxes);

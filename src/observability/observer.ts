@@ -19,6 +19,8 @@ import type {
 } from "./types.ts";
 
 /** Bounds of every duration histogram, seconds. */
+/** Others come from clients in any number: they are one label. */
+const METHODS = new Set(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"]);
 const DURATION_BOUNDS = [
   0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1200,
   1800,
@@ -242,7 +244,8 @@ class ServerObserver implements NodeObserver {
   }
 
   request(source: RouteSource, method: string, route: string, status: number, seconds: number): void {
-    this.#requests.observe({ method, route, route_source: source, status: String(status) }, seconds);
+    const label = METHODS.has(method) ? method : "other";
+    this.#requests.observe({ method: label, route, route_source: source, status: String(status) }, seconds);
   }
 
   gauge(name: string, help: string, read: () => number): void {

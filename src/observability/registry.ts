@@ -4,9 +4,12 @@ export type Labels = Readonly<Record<string, string>>;
 
 /** Label values come from requests in part: past this a family counts on under `other` labels. */
 const MAX_SERIES = 1000;
+const MAX_LABEL_LENGTH = 128;
 
 function escapeLabel(value: string): string {
-  return value.replace(/[\\"\n]/g, (character) => (character === "\n" ? "\\n" : `\\${character}`));
+  return value
+    .slice(0, MAX_LABEL_LENGTH)
+    .replace(/[\\"\n]/g, (character) => (character === "\n" ? "\\n" : `\\${character}`));
 }
 
 function labelText(names: readonly string[], labels: Labels): string {

@@ -87,6 +87,14 @@ const HOP_BY_HOP = new Set([
   "proxy-authorization",
 ]);
 
+/** Where a message ends, and whom it is for: no `Connection` field may take these away (RFC 9110, 7.6.1). */
+const NEVER_DROPPED = new Set(["content-length", "transfer-encoding", "host"]);
+
+/** Names of fields that concern one connection alone, as its message says. */
+function connectionFields(headers: RawHeaders): Set<string> {
+  return new Set(headerTokens(headers, "connection").filter((name) => !NEVER_DROPPED.has(name)));
+}
+
 export interface ForwardOptions {
   readonly upstreamAuthority: string;
   readonly apiKeys: readonly string[];
@@ -98,7 +106,7 @@ export interface ForwardOptions {
 
 /** Header fields as the service in the sandbox gets them. */
 export function forwardedRequestHeaders(request: DataRequest, options: ForwardOptions): [string, string][] {
-  const drop = new Set(headerTokens(request.headers, "connection"));
+  const drop = connectionFields(request.headers);
   const result: [string, string][] = [["Host", options.upstreamAuthority]];
   const names = lowerCaseNames(request.headers);
   for (const [i, [name, value]] of request.headers.entries()) {
@@ -134,7 +142,7 @@ export function forwardedResponseHeaders(
   headers: RawHeaders,
   options: { readonly close: boolean; readonly upgrade?: string },
 ): [string, string][] {
-  const drop = new Set(headerTokens(headers, "connection"));
+  const drop = connectionFields(headers);
   const result: [string, string][] = [];
   const names = lowerCaseNames(headers);
   for (const [i, [name, value]] of headers.entries()) {

@@ -19,6 +19,7 @@ import {
   HttpParseError,
   headerTokens,
   headerValue,
+  headerValues,
   parseRequestHead,
   parseResponseHead,
   type RequestHead,
@@ -87,6 +88,8 @@ export interface FrontLimits {
   readonly bodyIdleMs: number;
   /** From the end of the request body to the response head. */
   readonly responseHeadMs: number;
+  /** A peer that takes nothing of what waits for it: a service the request body, one end of a tunnel the last bytes. */
+  readonly stallMs: number;
   readonly autoResumeMs: number;
   readonly maxConnections: number;
   /** Exchanges with one sandbox at a time. */
@@ -101,6 +104,7 @@ const DEFAULT_LIMITS: FrontLimits = {
   connectMs: 5_000,
   bodyIdleMs: 30_000,
   responseHeadMs: 30_000,
+  stallMs: 300_000,
   autoResumeMs: 60_000,
   maxConnections: 20_000,
   maxPerSandbox: 4096,
@@ -123,6 +127,8 @@ const UNKNOWN_CALLER = "authentication failed: the X-API-Key header is missing, 
 function tooLarge(bytes: number): HttpParseError {
   return new HttpParseError(413, `the request body is larger than ${bytes} bytes`);
 }
+/** Interim responses to one request, all together: a few hints, or a sign of life now and then for hours. */
+const MAX_INTERIM_BYTES = 128 * 1024;
 /** Unread input kept while a request is being answered (pipelining); then the socket is paused. */
 const MAX_PIPELINED_BYTES = 64 * 1024;
 /** Of a streamed request body that its reader has not taken yet; then the socket is paused. */
@@ -364,6 +370,9 @@ class Connection {
       }
       return false;
     }
+    if (headerValues(head.headers, "host").length > 1) {
+      throw new HttpParseError(400, "more than one Host header field");
+    }
     this.#input = this.#input.subarray(head.lengthBytes);
     this.setDeadline(undefined);
     const { options } = this.#shared;
@@ -378,18 +387,15 @@ class Connection {
     return true;
   }
 
-  #refuse(head: RequestHead, which: Extract<Classification, { plane: "invalid" }>): void {
+  #hasKey(head: RequestHead): boolean {
     const key = headerValue(head.headers, "x-api-key");
-    const known =
-      key !== undefined && this.#shared.options.apiKeys.some((apiKey) => constantTimeEqual(key, apiKey));
+    return key !== undefined && this.#shared.options.apiKeys.some((apiKey) => constantTimeEqual(key, apiKey));
+  }
+
+  #refuse(head: RequestHead, which: Extract<Classification, { plane: "invalid" }>): void {
     const isHead = head.method === "HEAD";
-    if (which.needsApiKey && !known) {
-      this.finish(
-        formatPlainError(401, "authentication failed: the X-API-Key header is missing, repeated or wrong", {
-          close: true,
-          head: isHead,
-        }),
-      );
+    if (which.needsApiKey && !this.#hasKey(head)) {
+      this.finish(formatPlainError(401, UNKNOWN_CALLER, { close: true, head: isHead }));
       return;
     }
     const headers = [
@@ -445,9 +451,7 @@ class Connection {
       return;
     }
     // Without a key nothing that is kept in memory may be large.
-    const key = headerValue(head.headers, "x-api-key");
-    const known =
-      key !== undefined && this.#shared.options.apiKeys.some((apiKey) => constantTimeEqual(key, apiKey));
+    const known = this.#hasKey(head);
     const maxBytes = known ? maxControlBodyBytes : Math.min(UNKNOWN_BODY_BYTES, maxControlBodyBytes);
     if (framing.kind === "length" && framing.bytes > maxBytes) {
       throw known ? tooLarge(maxBytes) : new HttpParseError(401, UNKNOWN_CALLER);
@@ -652,6 +656,7 @@ class Exchange {
   #upstreamPaused = false;
   #upstreamEnded = false;
   #responseInput: Buffer = EMPTY;
+  #interimBytes = 0;
   #responseBody: BodyScanner | undefined;
   #keepAlive = false;
   #phase: "starting" | "request" | "response" | "tunnel" | "done" = "starting";
@@ -745,8 +750,11 @@ class Exchange {
           return fault(faults.routeMissing);
         case "transitional":
         case "paused": {
+          // On its way down it is woken, on its way up waited for: requests at once share one resume.
           const wakes =
-            found.kind === "paused" ? found.autoResume : found.state === "pausing" && this.#autoResumes();
+            found.kind === "paused"
+              ? found.autoResume
+              : (found.state === "pausing" || found.state === "resuming") && this.#autoResumes();
           if (!wakes) return fault(found.kind === "paused" ? faults.paused : faults.transitional);
           if (attempt > 0) return fault(faults.resumeFailed);
           const { autoResumeMs } = this.#shared.limits;
@@ -837,7 +845,7 @@ class Exchange {
     }
     if (this.#requestBody.done) this.#requestSent();
     else {
-      this.#client.setDeadline(this.#shared.limits.bodyIdleMs, () => this.#fail(faults.timeout));
+      this.#awaitBody();
       const rest = this.onRequestBytes(this.#client.takeInput());
       this.#client.giveBack(Buffer.from(rest));
     }
@@ -856,6 +864,7 @@ class Exchange {
     const outlet = this.#upstreamOutlet!;
     if (this.#phase === "tunnel") {
       if (!outlet.write(chunk)) this.#client.pause();
+      this.#watchTunnel();
       return EMPTY;
     }
     let end: number;
@@ -868,18 +877,34 @@ class Exchange {
     }
     if (!outlet.write(chunk.subarray(0, end))) this.#client.pause();
     if (this.#requestBody.done) this.#requestSent();
-    else if (this.#responseBody === undefined) {
-      this.#client.setDeadline(this.#shared.limits.bodyIdleMs, () => this.#fail(faults.timeout));
-    }
+    else this.#awaitBody();
     return chunk.subarray(end);
+  }
+
+  /** The client has its time when we listen to it; when the service does not take what came it has its own. */
+  #awaitBody(): void {
+    if (this.#responseBody !== undefined) return;
+    const { bodyIdleMs, stallMs } = this.#shared.limits;
+    const ms = this.#upstreamOutlet!.blocked ? stallMs : bodyIdleMs;
+    this.#client.setDeadline(ms, () => this.#fail(faults.timeout));
+  }
+
+  /** Of a tunnel with one end closed, what waits for the other has a limit: nobody may ever come for it. */
+  #watchTunnel(): void {
+    if (!this.#upstreamEnded && !this.#clientEnded) return;
+    const waits = this.#upstreamOutlet!.blocked || this.#client.outlet.blocked;
+    this.#client.setDeadline(waits ? this.#shared.limits.stallMs : undefined, () => this.#cut());
   }
 
   onUpstreamDrain(): void {
     if (this.#phase === "done" || this.#upstreamOutlet === undefined) return;
     if (this.#upstreamOutlet.drain()) this.#client.resume();
+    if (this.#phase === "tunnel") this.#watchTunnel();
+    else if (!this.#requestBody.done) this.#awaitBody();
   }
 
   onClientDrained(): void {
+    if (this.#phase === "tunnel") this.#watchTunnel();
     if (this.#upstreamPaused && this.#phase !== "done") {
       this.#upstreamPaused = false;
       this.#upstream!.resume();
@@ -902,7 +927,7 @@ class Exchange {
           this.#responseInput.length === 0 ? chunk : Buffer.concat([this.#responseInput, chunk]);
         this.#readResponseHeads();
         // The chunk is only ours during this call.
-        if (this.#responseInput === chunk) this.#responseInput = Buffer.from(chunk);
+        if (this.#responseInput.length > 0) this.#responseInput = Buffer.from(this.#responseInput);
       }
     } catch (error) {
       if (!(error instanceof HttpParseError)) throw error;
@@ -918,16 +943,23 @@ class Exchange {
       if (head === undefined) return;
       const rest = this.#responseInput.subarray(head.lengthBytes);
       this.#responseInput = EMPTY;
-      if (head.status === 101 && this.#upgrade !== undefined) {
-        this.#startTunnel(head, rest);
+      if (head.status === 101) {
+        // Nobody asked to speak another protocol: who passed that on would take its bytes for answers.
+        if (this.#upgrade === undefined) this.#fail(faults.badGateway);
+        else this.#startTunnel(head, rest);
         return;
       }
       if (head.status < 200) {
+        this.#interimBytes += head.lengthBytes;
+        if (this.#interimBytes > MAX_INTERIM_BYTES) {
+          this.#fail(faults.badGateway);
+          return;
+        }
         // The proxy has answered an expectation itself; other interim answers pass.
         if (head.status !== 100 && this.#head.minor === 1) {
           this.#toClient(formatHead(`HTTP/1.1 ${head.status} ${head.reason}`, head.headers));
         }
-        this.#responseInput = Buffer.from(rest);
+        this.#responseInput = rest;
         continue;
       }
       this.#startResponse(head, rest);
@@ -979,6 +1011,7 @@ class Exchange {
     if (this.#phase === "tunnel") {
       this.#client.endWrites();
       if (this.#clientEnded) this.#closeTunnel();
+      else this.#watchTunnel();
       return;
     }
     this.#upstreamOver();
@@ -1007,6 +1040,7 @@ class Exchange {
     if (this.#phase === "tunnel") {
       this.#upstreamOutlet!.flushed(() => this.#upstream!.shutdown());
       if (this.#upstreamEnded) this.#closeTunnel();
+      else this.#watchTunnel();
       return;
     }
     // Outside a tunnel a client that stops sending has gone.

@@ -36,6 +36,8 @@ export class HttpParseError extends Error {
 
 export const MAX_HEAD_BYTES = 128 * 1024;
 const MAX_HEADER_COUNT = 1000;
+/** Registered methods have at most 17 (IANA's registry). */
+const MAX_METHOD_BYTES = 32;
 
 const TOKEN = /^[!#$%&'*+\-.^_`|~0-9A-Za-z]+$/;
 // Field values: visible characters, blank, tab and obs-text; never CR, LF or NUL.
@@ -87,6 +89,9 @@ export function parseRequestHead(buffer: Buffer): RequestHead | undefined {
   const [method, target, version] = parts;
   if (parts.length !== 3 || !TOKEN.test(method!) || target === "" || !VALUE.test(target!)) {
     throw new HttpParseError(400, "malformed request line");
+  }
+  if (method!.length > MAX_METHOD_BYTES) {
+    throw new HttpParseError(501, `the request method is longer than ${MAX_METHOD_BYTES} bytes`);
   }
   if (version !== "HTTP/1.1" && version !== "HTTP/1.0") {
     throw new HttpParseError(505, `unsupported protocol version ${version!.slice(0, 16)}`);
