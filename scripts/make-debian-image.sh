@@ -17,8 +17,8 @@ exec 9> "$dir/.lock"; flock 9
 work=$(mktemp -d "$dir/.work-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
-# Small and whole: a shell, the usual tools, certificates, curl, sudo and Python.
-packages=bash,ca-certificates,curl,passwd,procps,python3,sudo
+# Small and whole: a shell, the usual tools, certificates, curl, sudo, Python, and `ss`, which the SDK's `waitForPort` asks.
+packages=bash,ca-certificates,curl,iproute2,passwd,procps,python3,sudo
 $bun scripts/oci-image.ts sources > "$work/host.sources"
 codename=$(. /etc/os-release && echo "$VERSION_CODENAME")
 made_of=$(cat "$0" "$work/host.sources" | sha256sum | cut -c1-64)

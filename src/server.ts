@@ -22,6 +22,7 @@ import { createMemoryService } from "./memory/index.ts";
 import { createNetworkService } from "./network/index.ts";
 import { createObserver } from "./observability/index.ts";
 import {
+  admitted,
   createOrchestrator,
   hasTokenProtectedSandboxes,
   lockHome,
@@ -357,7 +358,7 @@ async function startNode(config: NodeConfig, log: Logger) {
     createTemplateService({
       repository,
       images,
-      sandboxes,
+      sandboxes: admitted(sandboxes, (memoryMiB) => orchestrator.reserve(memoryMiB)),
       defaults: {
         cpuCount: config.machine.vcpuCount,
         memoryMiB: config.machine.memSizeMib,

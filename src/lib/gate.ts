@@ -22,11 +22,6 @@ export class Gate {
     return this.#running;
   }
 
-  /** Whether the next task would be refused. */
-  get full(): boolean {
-    return this.#running >= this.#limit && this.#waiting.length >= this.#queueLimit;
-  }
-
   /** A task whose signal aborts while it waits leaves the queue and rejects with the signal's reason. */
   async run<T>(task: () => Promise<T>, signal?: AbortSignal): Promise<T> {
     signal?.throwIfAborted();

@@ -16,7 +16,12 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRepository } from "../snapshot/types.ts";
-import { createOrchestrator, hasTokenProtectedSandboxes, type OrchestratorOptions } from "./index.ts";
+import {
+  admitted,
+  createOrchestrator,
+  hasTokenProtectedSandboxes,
+  type OrchestratorOptions,
+} from "./index.ts";
 import type { CreateSandboxRequest, LifecycleEvent, NodeOrchestrator } from "./types.ts";
 
 /* Fork, snapshot, adoption, capacity and health, with VMs that fail on demand. */
@@ -669,6 +674,28 @@ describe("records that got lost", () => {
 });
 
 describe("capacity", () => {
+  test("VMs of builds have seats as sandboxes have, until they end", async () => {
+    const node = open({ statePath: join(home, "seats.db"), capacity: { sandboxes: 2 } });
+    await node.start();
+    const starter = admitted(factory, (memoryMiB) => node.reserve(memoryMiB));
+    const identity = { sandboxId: newId(), templateId: "t", envVars: {} };
+    const spec = { identity, state: fakeState(join(home, "built"), 1) };
+    const built = await starter.resume(spec);
+    const { id } = await node.create(createRequest());
+    const full = { status: 429, code: "capacity_unavailable" };
+    await expect(node.create(createRequest())).rejects.toMatchObject(full);
+    await expect(starter.resume(spec)).rejects.toMatchObject(full);
+    await built.stop();
+    await eventually("its seat is free", () => node.reserve(1)[Symbol.dispose]() === undefined);
+    factory.faults.resume = () => {
+      throw new Error("no VM");
+    };
+    await expect(starter.resume(spec)).rejects.toThrow("no VM");
+    delete factory.faults.resume;
+    await (await starter.resume(spec)).stop();
+    await node.kill(id);
+  });
+
   test("50 creates over the node's memory: those that fit run, the others are refused at once", async () => {
     orchestrator = open({ capacity: { memoryMiB: 128 * 6 } });
     await orchestrator.start();

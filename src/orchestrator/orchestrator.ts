@@ -18,7 +18,7 @@ import type {
 } from "../sandbox/types.ts";
 import { contextOfImage, pinnedReference } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
-import { Capacity, type CapacityLimits } from "./capacity.ts";
+import { Capacity, type CapacityLimits, type Seat } from "./capacity.ts";
 import { allowedBootWords, type ColdStartOptions, coldDiskSize, coldDisks, coldStartOff } from "./cold.ts";
 import { plannedDrives } from "./drives.ts";
 import {
@@ -1376,6 +1376,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
   }
 
   // ---- garbage ----------------------------------------------------------------------------------
+
+  reserve(memoryMiB: number): Seat {
+    return this.#capacity.take(memoryMiB);
+  }
 
   pinnedFiles(): ReadonlySet<string> {
     return this.#pins.files;

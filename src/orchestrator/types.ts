@@ -2,6 +2,7 @@ import type { AenvError } from "../lib/errors.ts";
 import type { SlotPolicyReport } from "../network/types.ts";
 import type { PhaseTimings } from "../sandbox/types.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
+import type { Seat } from "./capacity.ts";
 
 export type SandboxState =
   | "creating"
@@ -269,6 +270,8 @@ export interface NodeOrchestrator extends Orchestrator {
   start(): Promise<StartReport>;
   /** Layer files that sandboxes, running or paused, are made of and share with others. */
   pinnedFiles(): ReadonlySet<string>;
+  /** A part of the node for a VM that is no sandbox's. Error `capacity_unavailable` 429. */
+  reserve(memoryMiB: number): Seat;
   /** Removes stored layers that no template, snapshot, running or paused sandbox uses. */
   collectGarbage(): Promise<{ readonly removedFiles: number; readonly removedBytes: number }>;
 }

@@ -60,7 +60,7 @@ export class BuildFailure extends Error {
 export interface BuildParts {
   readonly repository: SnapshotRepository;
   readonly images: ImageService;
-  readonly sandboxes: SandboxFactory;
+  readonly sandboxes: Pick<SandboxFactory, "boot" | "resume">;
   readonly files: FileStore;
   readonly cache: StepCache;
   /** Part of every cache key: what else a guest's content depends on. */
@@ -670,7 +670,10 @@ export class Build {
         const timeoutMs = Math.min(left, READY_COMMAND_TIMEOUT_MS);
         const outcome = await unlessFailed(guest.agent.run({ ...command, timeoutMs }));
         if (outcome.exitCode === 0) return;
-        last = `: ${failureText("ready command", outcome)}`;
+        const why = `: ${failureText("ready command", outcome)}`;
+        // Once for each way of failing: one that lacks its tools would wait in silence until the limit.
+        if (outcome.stderr.trim() !== "" && why !== last) log.add("warn", `not ready yet${why}`, "finalize");
+        last = why;
       } catch (error) {
         if (!(error instanceof AenvError) || error.code !== "command_timeout") throw error;
         if (last === "") last = ": it did not end in time";

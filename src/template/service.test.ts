@@ -294,6 +294,9 @@ test("start and ready commands: ready is polled, an early failure or no readines
   expect(never.build.reason?.message).toContain(
     "did not succeed within 2 s: ready command: exit status 1: not yet",
   );
+  expect(messages(never).filter((text) => text.includes("not ready yet"))).toEqual([
+    "not ready yet: ready command: exit status 1: not yet",
+  ]);
   const ends = await build("ends", { startCmd: "true" });
   expect(ends.build.status).toBe("ready");
   const told =
@@ -549,6 +552,32 @@ test("builds beyond the limit wait for their turn", async () => {
   expect(states.map((state) => state.build.status)).toEqual(Array.from({ length: 6 }, () => "ready"));
   expect(factory.maxConcurrentStarts).toBeLessThanOrEqual(2);
 });
+
+test("builds at once past what may wait are refused at the door, and every other one has its end", async () => {
+  const made = await Promise.all(
+    Array.from({ length: 110 }, (_, i) => templates.create({ name: `many${i}`, tags: [] })),
+  );
+  const refused: unknown[] = [];
+  const accepted = (
+    await Promise.all(
+      made.map(async (build) => {
+        try {
+          await templates.startBuild(build.templateId, build.buildId, { steps: [] });
+          return [build];
+        } catch (error) {
+          refused.push(error);
+          return [];
+        }
+      }),
+    )
+  ).flat();
+  expect(accepted).toHaveLength(102);
+  expect(refused).toHaveLength(8);
+  for (const error of refused)
+    expect(error).toMatchObject({ status: 429, code: "build_capacity_unavailable" });
+  const states = await Promise.all(accepted.map((build) => ended(build.templateId, build.buildId)));
+  expect(new Set(states.map(({ build }) => build.status))).toEqual(new Set(["ready"]));
+}, 30_000);
 
 // ---- files and cached steps ----------------------------------------------------------------------
 

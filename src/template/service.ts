@@ -19,7 +19,7 @@ import type { BuildLogEntry, BuildStartRequest, TemplateCreateRequest, TemplateS
 export interface TemplateServiceOptions {
   readonly repository: SnapshotRepository;
   readonly images: ImageService;
-  readonly sandboxes: SandboxFactory;
+  readonly sandboxes: Pick<SandboxFactory, "boot" | "resume">;
   readonly defaults: {
     readonly cpuCount: number;
     readonly memoryMiB: number;
@@ -114,7 +114,8 @@ class Templates implements TemplateService {
       maxBytes: options.maxStepCacheBytes ?? 20 * GIB,
       log,
     });
-    this.#gate = new Gate(options.maxConcurrentBuilds, "template builds", MAX_QUEUED_BUILDS);
+    // Who may wait in it is decided where a build is accepted.
+    this.#gate = new Gate(options.maxConcurrentBuilds, "template builds", Number.MAX_SAFE_INTEGER);
   }
 
   async start(): Promise<void> {
@@ -503,7 +504,9 @@ class Templates implements TemplateService {
         remediation: "create a new build under the same name",
       });
     }
-    if (this.#gate.full) {
+    // Those that are just being accepted count: between this look and their place in the queue they wait for the disk.
+    const accepted = this.#active.size + this.#starting.size;
+    if (accepted >= this.#options.maxConcurrentBuilds + MAX_QUEUED_BUILDS) {
       throw new AenvError({
         code: "build_capacity_unavailable",
         status: 429,
