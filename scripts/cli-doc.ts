@@ -18,6 +18,8 @@ runs on, and runs on Linux and macOS. Made from the commands' own definitions, a
 | Exit status | 0 done, 1 failed, 2 wrong usage, 130 interrupted or the session's sandbox was paused, deleted or lost; \`exec\`, \`start\` and \`connect\` end with the remote command's own status, \`exec --timeout\` with 124 |
 | Output | tables on a terminal, JSON for programs; \`--output table\` or \`--output json\` says which. Progress and notices go to standard error; control sequences only ever to a terminal |
 | Errors | \`Error: …\` on standard error, with its causes and what to do about it |
+| Times | in tables: this machine's local time (\`$TZ\`) with its offset from UTC, \`2026-01-02 04:04:05+01:00\`, or \`Z\` where that is none; in JSON: UTC, as the API has it. A paused sandbox has no end |
+| Sizes | binary units, \`1.4 MiB\`; options that take a number of MB or MiB mean MiB |
 | Templates | a template is named by its id or by any of its names |
 | Proxies | those of the environment are used, except for this machine |
 | Detach keys | Ctrl-] twice within half a second leaves a session and what runs in it as it is; \`--detach-keys\` or \`$AENV_DETACH_KEYS\` names others |

@@ -49,6 +49,22 @@ export function isPassing(error: unknown): error is CliError {
   return error instanceof ApiError && [429, 500, 502, 503, 504].includes(error.status);
 }
 
+const FOREIGN_HINT = "is that the right address? set another one with `aenv auth`";
+
+/** An answer that no server of ours gives. */
+function foreignAnswer(url: string, status: number, what: string): ApiError {
+  return new ApiError(
+    status,
+    `${url} answered HTTP ${status} with ${what}: that is no AgentENV server`,
+    FOREIGN_HINT,
+  );
+}
+
+const isMarkup = (response: Response, text: string) =>
+  /^text\/html\b|[/+]xml\b/i.test(response.headers.get("content-type") ?? "") || /^\s*<[!?a-z]/i.test(text);
+
+const LONGEST_MESSAGE = 1_000;
+
 function apiError(status: number, text: string): ApiError {
   let body: ErrorBody = {};
   let message = text.trim();
@@ -59,6 +75,7 @@ function apiError(status: number, text: string): ApiError {
       body = {}; // Not JSON after all: the raw text is the message.
     }
   }
+  if (message.length > LONGEST_MESSAGE) message = `${message.slice(0, LONGEST_MESSAGE)}…`;
   if (typeof body.message === "string") message = body.message;
   const hint = typeof body.remediation === "string" ? body.remediation : undefined;
   const causes = Array.isArray(body.cause) ? body.cause.map(String) : [];
@@ -201,17 +218,22 @@ export class Api {
         "if that is the server, set its address with `aenv auth`",
       );
     }
-    if (!response.ok) throw apiError(response.status, text);
+    if (isMarkup(response, text)) throw foreignAnswer(url, response.status, "a web page");
+    if (!response.ok) {
+      const error = apiError(response.status, text);
+      // Ours tell in JSON what is not there.
+      if ([404, 405].includes(error.status) && error.message === `HTTP ${error.status}: ${text.trim()}`) {
+        throw foreignAnswer(url, error.status, "something other than an error of ours");
+      }
+      throw error;
+    }
     try {
       return {
         body: (text.trim() === "" ? undefined : JSON.parse(text)) as Body,
         headers: response.headers,
       };
-    } catch (cause) {
-      throw new CliError(`${url} answered ${method} ${path} with something other than JSON`, {
-        hint: "is that an AgentENV server? set another address with `aenv auth`",
-        cause,
-      });
+    } catch {
+      throw foreignAnswer(url, response.status, "something other than JSON");
     }
   }
 
@@ -226,6 +248,8 @@ export class Api {
         `${path}${path.includes("?") ? "&" : "?"}limit=100${query}`,
         options,
       );
+      if (!Array.isArray(page.body))
+        throw foreignAnswer(this.credentials.url, 200, "something other than a list");
       items.push(...page.body);
       const next = page.headers.get("x-next-token");
       if (next !== null && next === token)

@@ -71,6 +71,7 @@ CMD ["a", "b c"]
     const id = [...rig.templates.keys()].at(-1);
     expect(out).toBe(`Created template ${id} (build ${id})\nTemplate ${id} is ready.\n`);
     expect(err).toContain("said by it\n");
+    expect(err).toMatch(/ Uploading 1 file, \d+(\.\d)? (B|KiB)\n/);
     const [hash] = [...rig.uploads.keys()];
     expect(it.request).toEqual({
       fromImage: "debian",
@@ -160,7 +161,12 @@ describe("aenv pull", () => {
       "8080",
     ]);
     const it = await build;
-    it.logs.push(entry("resolve image"), entry("not shown", "debug"), entry("layer 1/2\r\x1b[31mred"));
+    it.logs.push(
+      entry("resolving image a:1"),
+      entry("resolve image host/a:1"),
+      entry("not shown", "debug"),
+      entry("layer 1/2\r\x1b[31mred"),
+    );
     await lookedAt();
     it.logs.push(entry("disk nearly full", "warn"));
     it.status = "ready";
@@ -169,7 +175,7 @@ describe("aenv pull", () => {
     expect(code).toBe(0);
     expect(out).toBe(`Created template ${id} (build ${id})\nTemplate ${id} is ready.\n`);
     expect(err.split("\n").map((line) => line.replace(/^ *[\d.]+ s {2}/, ""))).toEqual([
-      "resolve image",
+      "resolving image a:1",
       "layer 1/2 red",
       "Build status: building",
       "warn: disk nearly full",
@@ -199,6 +205,16 @@ describe("aenv pull", () => {
     expect(terminal.screen()).toEndWith(`\r\x1b[2KTemplate ${id} is ready.\r\n[rc 0]\r\n`);
     // Nothing but cleared and rewritten: no line per update.
     expect(terminal.screen().match(/Build status[^\r]*\n/g)).toBeNull();
+  });
+
+  test("a terminal that tells no width is taken for one of 80 columns", async () => {
+    const { build } = working();
+    const terminal = rig.terminal('stty cols 0; aenv pull debian:12 --name mine; echo "[rc $?]"');
+    const it = await build;
+    it.logs.push(entry("layer 1/2 of the image"));
+    await terminal.shows("Build status: building - layer 1/2 of the image");
+    it.status = "ready";
+    await terminal.shows("[rc 0]");
   });
 
   test("on a terminal that cannot rewrite lines: plain", async () => {

@@ -80,6 +80,7 @@ export async function followBuild(
   let offset = 0;
   let failures = 0;
   let doing = "";
+  let noted = "";
   let held: string | undefined;
   const tellHeld = () => {
     if (held !== undefined) status.note(`error: ${held}`);
@@ -140,7 +141,11 @@ export async function followBuild(
         continue;
       }
       const problem = entry.level !== "info";
+      // One phase, announced by the build and begun by the image's room: one line.
+      const again = noted.startsWith("resolving image ") && entry.message.startsWith("resolve image ");
+      noted = entry.message;
       if (!problem) doing = entry.message;
+      if (again) continue;
       if (showLog) status.note(entry.message);
       else if (problem || !status.live)
         status.note(problem ? `${entry.level}: ${entry.message}` : entry.message);
@@ -170,6 +175,22 @@ export function templateNameOf(image: string): string {
   return last.split(":")[0]!;
 }
 
+/** What keeps a text from being an image reference, of what can be told without the server's configuration. */
+function imageProblem(image: string): string | undefined {
+  // The place of a layout or an archive on the server is a path.
+  if (/^[a-z][a-z0-9-]*:\//.test(image)) return undefined;
+  if (/[\s\p{Cc}]/u.test(image)) return "it has blanks or control characters";
+  const name = image.split("@")[0]!.replace(/:[^/:]*$/, "");
+  const parts = name.split("/");
+  if (parts.includes("")) return "a part of its name is empty";
+  const repository = parts.length > 1 && /[.:]|^localhost$/.test(parts[0]!) ? parts.slice(1) : parts;
+  if (repository.some((part) => /[A-Z]/.test(part))) return "names of images are in lower case";
+  const wrong = repository.find((part) => !/^[a-z0-9]+(?:[._-]+[a-z0-9]+)*$/.test(part));
+  return wrong === undefined
+    ? undefined
+    : "letters, digits and, between them, . _ - make the parts of its name";
+}
+
 /** The ready command of `--probe PORT` or `--ready-cmd`: one or the other, or none. */
 export function readinessOf({ flags, usageError }: Invocation): string | undefined {
   const probe = flags.integer("probe", 1, 65_535);
@@ -184,6 +205,11 @@ export async function pull(invocation: Invocation): Promise<number> {
   const image = args[0]!;
   const usage = (message: string) =>
     new CliError(message, { exitCode: 2, hint: "aenv pull --help tells more" });
+  const wrong = imageProblem(image);
+  if (wrong !== undefined) {
+    const shown = image.length > 100 ? `${image.slice(0, 100)}…` : image;
+    throw usage(`"${shown}" is no image reference such as debian:12: ${wrong}`);
+  }
   const readyCmd = readinessOf(invocation);
   if (flags.has("detach") && flags.has("timeout")) throw usage("--detach and --timeout exclude each other");
   const name = flags.text("name") ?? templateNameOf(image);

@@ -4,6 +4,7 @@ import { join } from "node:path";
 import { API_KEY, CliRig } from "../../tests/support/cli-rig.ts";
 import { newId } from "../lib/ids.ts";
 import { version } from "../version.ts";
+import { CliError } from "./command.ts";
 import { COMMANDS, GROUPS, SERVER_PROGRAMS } from "./commands.ts";
 import { findCredentials } from "./credentials.ts";
 import { formatTable, formatTime, plainText } from "./output.ts";
@@ -64,7 +65,7 @@ describe("aenv auth", () => {
       hostname: "127.0.0.1",
       fetch: () => new Response("<html>hello</html>"),
     });
-    expect(await auth(`http://127.0.0.1:${other.port}`, API_KEY)).toContain("something other than JSON");
+    expect(await auth(`http://127.0.0.1:${other.port}`, API_KEY)).toContain("that is no AgentENV server");
   });
 
   test("no line end, blanks around, Windows line ends, the default URL", async () => {
@@ -174,9 +175,9 @@ describe("sandbox commands", () => {
     const row = (id: string, name: string, state: string) => `${id}  ${name}  ${state}`;
     const template = rig.records.get(second)?.templateId ?? "";
     const lines = [
-      `SANDBOX ID${" ".repeat(28)}TEMPLATE${" ".repeat(30)}STATE    CPU  MEM (MiB)  DISK (MiB)  STARTED              ENDS`,
-      `${row(first, "debian".padEnd(36), "running")}  2    512        10240       2026-01-02 03:04:05  ${ends}`,
-      `${row(second, template, "paused ")}  2    512        10240       2026-01-02 03:04:05  -`,
+      `SANDBOX ID${" ".repeat(28)}TEMPLATE${" ".repeat(30)}STATE    CPU  MEM (MiB)  DISK (MiB)  STARTED               ENDS`,
+      `${row(first, "debian".padEnd(36), "running")}  2    512        10240       2026-01-02 03:04:05Z  ${ends}`,
+      `${row(second, template, "paused ")}  2    512        10240       2026-01-02 03:04:05Z  -`,
     ];
     const asked = await rig.aenv(["list", "--output", "table"]);
     expect(asked.out.split("\n").toSorted()).toEqual([...lines, ""].toSorted());
@@ -300,8 +301,8 @@ describe("template commands", () => {
     expect(items.map((item) => item.templateID).sort()).toEqual([named.id, nameless.id].sort());
     const table = (await rig.aenv(["templates", "ls", "--output", "table"])).out.split("\n");
     expect(table[0]).toMatch(/^NAME +TEMPLATE ID +STATUS +CPU +MEM \(MiB\) +DISK \(MiB\) +UPDATED$/);
-    expect(table).toContain(`base  ${named.id}  ready   1    256        1024        2026-01-02 03:04:05`);
-    expect(table).toContain(`-     ${nameless.id}  error   1    256        1024        2026-01-02 03:04:05`);
+    expect(table).toContain(`base  ${named.id}  ready   1    256        1024        2026-01-02 03:04:05Z`);
+    expect(table).toContain(`-     ${nameless.id}  error   1    256        1024        2026-01-02 03:04:05Z`);
     expect(await rig.aenv(["template", "delete", "base"])).toEqual({
       code: 0,
       out: `Deleted template ${named.id}\n`,
@@ -429,11 +430,44 @@ describe("the way to the server", () => {
       rig.login(`http://127.0.0.1:${page.port}`);
       const html = await rig.aenv(["list"]);
       expect(html.code).toBe(1);
-      expect(html.err).toContain("something other than JSON");
-      expect(html.err).toContain("is that an AgentENV server?");
+      expect(html.err).toBe(
+        `Error: http://127.0.0.1:${page.port} answered HTTP 200 with a web page: that is no AgentENV server\n  is that the right address? set another one with \`aenv auth\`\n`,
+      );
       const moved = await rig.aenv(["template", "list"]);
       expect(moved.code).toBe(1);
       expect(moved.err).toContain("sends on to http://127.0.0.1:1/other");
+    } finally {
+      rig.login();
+    }
+  });
+
+  test("another server at the address: one line, whatever it says", async () => {
+    const page = `<!DOCTYPE HTML>\n<html>${"<p>Not found</p>\n".repeat(500)}</html>`;
+    try {
+      for (const [status, type, text, what] of [
+        [200, "text/html", page, "a web page"],
+        [404, "text/html;charset=utf-8", page, "a web page"],
+        [404, "", page, "a web page"],
+        [401, "text/html", page, "a web page"],
+        [502, "text/html", page, "a web page"],
+        [404, "text/plain", "404 page not found\n", "something other than an error of ours"],
+        [404, "application/json", '{"detail":"Not Found"}', "something other than an error of ours"],
+        [200, "text/plain", "hello", "something other than JSON"],
+        [200, "application/json", '{"items":[]}', "something other than a list"],
+      ] as const) {
+        using other = Bun.serve({
+          port: 0,
+          hostname: "127.0.0.1",
+          fetch: () => new Response(text, { status, headers: type === "" ? {} : { "content-type": type } }),
+        });
+        const url = `http://127.0.0.1:${other.port}`;
+        rig.login(url);
+        expect(await rig.aenv(["list"])).toEqual({
+          code: 1,
+          out: "",
+          err: `Error: ${url} answered HTTP ${status} with ${what}: that is no AgentENV server\n  is that the right address? set another one with \`aenv auth\`\n`,
+        });
+      }
     } finally {
       rig.login();
     }
@@ -520,6 +554,103 @@ describe("usage", () => {
     expect(rig.calls.length).toBe(before);
   });
 
+  test("every command: a wrong option, a missing, an extra, an empty and a huge argument are told in a line", () => {
+    const options = { commands: COMMANDS, groups: GROUPS, serverPrograms: SERVER_PROGRAMS };
+    const problem = (line: readonly string[]): unknown => {
+      try {
+        return parseLine(options, line);
+      } catch (error) {
+        return error;
+      }
+    };
+    const huge = "x".repeat(10_240);
+    let checked = 0;
+    for (const command of COMMANDS) {
+      const words = command.name.split(" ");
+      const needed = command.arguments.filter((argument) => argument.optional !== true);
+      const good = command.arguments.map((argument) => argument.choices?.[0] ?? "a");
+      const must = command.flags.flatMap((flag) => (flag.required === true ? [`--${flag.name}`, "a"] : []));
+      const base = [...words, ...must];
+      const lines: string[][] = [
+        [...base, "--frobnicate", ...good],
+        [...base, `--${huge}`, ...good],
+        [...base, "--frob'nicate", ...good],
+        [...base, '--frob"\nnicate', ...good],
+      ];
+      const last = command.arguments.at(-1);
+      if (last?.rest !== true && last?.many !== true)
+        lines.push([...base, ...good, "extra"], [...base, ...good, huge]);
+      if (needed.length > 0) lines.push(base, [...base, ...good.slice(0, needed.length - 1)]);
+      for (const [i, argument] of command.arguments.entries()) {
+        lines.push([...base, ...good.with(i, "")]);
+        if (argument.rest !== true) lines.push([...base, ...good.with(i, huge)]);
+      }
+      for (const flag of command.flags.filter((entry) => entry.value !== undefined)) {
+        lines.push([...base, ...(last?.rest === true ? [] : good), `--${flag.name}`]);
+        if (flag.choices !== undefined) lines.push([...base, `--${flag.name}`, huge, ...good]);
+      }
+      for (const line of lines) {
+        const shown = line.map((word) => word.slice(0, 40));
+        const error = problem(line);
+        if (!(error instanceof CliError))
+          throw new Error(`${shown.join(" ")} is not refused: ${String(error)}`);
+        expect([shown, error.exitCode]).toEqual([shown, 2]);
+        expect([shown, error.message]).toEqual([shown, expect.stringMatching(/^[^\n]{5,200}$/)]);
+        expect(error.hint).toStartWith(`usage: aenv ${command.name}`);
+        expect(error.hint).toEndWith(`aenv ${command.name} --help tells more`);
+        checked++;
+      }
+    }
+    expect(checked).toBeGreaterThan(COMMANDS.length * 5);
+  });
+
+  test.each([
+    [["timeout", id, "x".repeat(10_240)]],
+    [["resume", id, "--timeout", "x".repeat(10_240)]],
+    [["start", "a", "-d", "--env", "x".repeat(10_240)]],
+    [["pull", "x".repeat(4_000).toUpperCase()]],
+    [["download", id, "a'b\"c", ""]],
+    [["x".repeat(10_240), "--help"]],
+  ])("values that only the command knows: a line, a hint, 2 (case %#)", async (args) => {
+    const run = await rig.aenv(args);
+    expect([run.code, run.out]).toEqual([2, ""]);
+    expect(run.err.split("\n").every((line) => line.length < 300)).toBe(true);
+    expect(run.err).toMatch(/^Error: [^\n]+\n( {2}[^\n]+\n){1,2}$/);
+  });
+
+  test("an unknown command has no help; only a near miss is suggested", async () => {
+    const nope = {
+      code: 2,
+      out: "",
+      err: "Error: unknown command 'nope'\n  aenv --help lists the commands\n",
+    };
+    for (const line of [["nope"], ["nope", "--help"], ["nope", "-h"], ["help", "nope"]]) {
+      expect(await rig.aenv(line)).toEqual(nope);
+    }
+    const inner = await rig.aenv(["template", "nope", "--help"]);
+    expect([inner.code, inner.out]).toEqual([2, ""]);
+    expect(inner.err).toStartWith("Error: unknown command 'nope'\n  its commands: list, watch");
+  });
+
+  test("an image that is none is told as one, before any request", async () => {
+    for (const image of ["BAD IMAGE", "Debian:12", "a//b", "a/-b", "host:5000/Org/app"]) {
+      const before = rig.calls.length;
+      const run = await rig.aenv(["pull", image]);
+      expect([image, run.code]).toEqual([image, 2]);
+      expect(run.err).toStartWith(`Error: "${image}" is no image reference such as debian:12: `);
+      expect(rig.calls.length).toBe(before);
+    }
+    for (const image of [
+      "debian",
+      "host:5000/org/app:V1.2",
+      "Host.example/a__b/c-d@sha256:ab",
+      "[::1]:5000/a",
+    ]) {
+      const run = await rig.aenv(["pull", image, "-d", "--name", "a"]);
+      expect([image, run.err, run.code]).toEqual([image, "", 0]);
+    }
+  });
+
   test("what was probably meant", async () => {
     expect((await rig.aenv(["strat"])).err).toBe(
       "Error: unknown command 'strat' (Did you mean start?)\n  aenv --help lists the commands\n",
@@ -585,6 +716,24 @@ describe("usage", () => {
 });
 
 describe("output", () => {
+  test("times say what zone they are of; a paused sandbox has no end, in list and info", async () => {
+    rig.records.clear();
+    const paused = rig.sandbox({ state: "paused" });
+    for (const [zone, started] of [
+      ["UTC", "2026-01-02 03:04:05Z"],
+      ["Europe/Berlin", "2026-01-02 04:04:05+01:00"],
+      ["America/St_Johns", "2026-01-01 23:34:05-03:30"],
+    ] as const) {
+      const env = { TZ: zone };
+      const listed = (await rig.aenv(["list", "-o", "table"], { env })).out.split("\n")[1];
+      expect(listed).toEndWith(`  ${started}  -`);
+      const info = (await rig.aenv(["info", paused, "-o", "table"], { env })).out;
+      expect(info).toMatch(/^ENDS +-$/m);
+      expect(info).toContain(`  ${started}\n`);
+    }
+    rig.records.clear();
+  });
+
   test("cells that are missing, wide or hostile", () => {
     expect(
       formatTable(

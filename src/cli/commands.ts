@@ -193,7 +193,7 @@ export const COMMANDS: readonly Command[] = [
       "A remote path that ends in / (or is a directory, for a directory) takes the local name. A file is there whole or not at all: what is interrupted leaves nothing under its final name. Without --preserve symbolic links are refused and only contents are kept.",
     arguments: [
       sandbox("running-sandbox"),
-      { name: "local-path", help: "file or directory here", complete: "path" },
+      { name: "local-path", help: "file or directory here; - is standard input", complete: "path" },
       { name: "remote-path", help: "path in the sandbox" },
     ],
     flags: [USER, JOBS, PRESERVE, NO_PROGRESS],
@@ -202,6 +202,7 @@ export const COMMANDS: readonly Command[] = [
       "aenv upload ID notes.txt notes.txt --user user",
       "aenv upload -j 8 ID src /srv/app",
       "aenv upload -p ID src /srv/app",
+      "sort words | aenv upload ID - /srv/words",
     ],
     run: async (invocation) => (await import("./upload.ts")).upload(invocation),
   },
@@ -215,7 +216,12 @@ export const COMMANDS: readonly Command[] = [
     arguments: [
       sandbox("running-sandbox"),
       { name: "remote-path", help: "path in the sandbox" },
-      { name: "local-path", help: "where to (default: this directory)", optional: true, complete: "path" },
+      {
+        name: "local-path",
+        help: "where to (default: this directory); - is standard output, for a file",
+        optional: true,
+        complete: "path",
+      },
     ],
     flags: [
       { ...USER, help: "account whose home relative paths start from (one file only)" },
@@ -228,6 +234,7 @@ export const COMMANDS: readonly Command[] = [
       "aenv download ID /srv/result.csv",
       "aenv download ID /srv/app out/ --force",
       "aenv download -p ID /srv/app",
+      "aenv download ID /srv/result.json - | jq .",
     ],
     run: async (invocation) => (await import("./download.ts")).download(invocation),
   },

@@ -14,7 +14,8 @@ export const LOCAL_PATHS = ":paths";
 // version 3.2, which macOS has.
 const BASH = `_aenv() {
     local rest=$COMP_LINE i word count=0 prefix candidate
-    local words=()
+    local words=() program=aenv
+    [[ \${COMP_WORDS[0]##*/} == agentenv ]] && program=agentenv
     COMPREPLY=()
     for ((i = 0; i <= COMP_CWORD; i++)); do
         word=\${COMP_WORDS[i]}
@@ -39,16 +40,17 @@ const BASH = `_aenv() {
             return
         fi
         COMPREPLY[\${#COMPREPLY[@]}]=\${candidate#"$prefix"}
-    done < <(COMPLETE=bash command aenv -- "\${words[@]}" 2>/dev/null)
+    done < <(COMPLETE=bash command "$program" -- "\${words[@]}" 2>/dev/null)
 }
-complete -F _aenv aenv
+complete -F _aenv aenv agentenv
 `;
 
-const ZSH = `#compdef aenv
+const ZSH = `#compdef aenv agentenv
 _aenv() {
-    local line
+    local line program=aenv
+    [[ \${words[1]:t} == agentenv ]] && program=agentenv
     local -a candidates
-    for line in "\${(@f)$(COMPLETE=zsh command aenv -- "\${(@)words[1,CURRENT]}" 2>/dev/null)}"; do
+    for line in "\${(@f)$(COMPLETE=zsh command $program -- "\${(@)words[1,CURRENT]}" 2>/dev/null)}"; do
         [[ -n $line ]] || continue
         [[ $line == ${LOCAL_PATHS} ]] && { _files; return; }
         candidates+=("\${\${line%%$'\\t'*}//:/\\\\:}:\${line#*$'\\t'}")
@@ -58,19 +60,22 @@ _aenv() {
 if [[ $funcstack[1] == _aenv ]]; then
     _aenv "$@"
 else
-    compdef _aenv aenv
+    compdef _aenv aenv agentenv
 fi
 `;
 
 const FISH = `function __aenv_complete
-    set -l rows (COMPLETE=fish command aenv -- (commandline --current-process --tokenize --cut-at-cursor) (commandline --current-token --cut-at-cursor) 2>/dev/null)
+    set -l program aenv
+    string match -qr '(^|/)agentenv$' -- (commandline --current-process --tokenize --cut-at-cursor)[1]
+    and set program agentenv
+    set -l rows (COMPLETE=fish command $program -- (commandline --current-process --tokenize --cut-at-cursor) (commandline --current-token --cut-at-cursor) 2>/dev/null)
     if test "$rows" = ${LOCAL_PATHS}
         __fish_complete_path (commandline --current-token --cut-at-cursor)
     else if test (count $rows) -gt 0
         printf '%s\\n' $rows
     end
 end
-complete --command aenv --no-files --keep-order --arguments '(__aenv_complete)'
+complete --command aenv --command agentenv --no-files --keep-order --arguments '(__aenv_complete)'
 `;
 
 const SCRIPTS = { bash: BASH, zsh: ZSH, fish: FISH } as const;

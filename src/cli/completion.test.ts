@@ -1,4 +1,5 @@
 import { afterAll, beforeAll, describe, expect, setDefaultTimeout, test } from "bun:test";
+import { chmodSync } from "node:fs";
 import { CliRig, type OnTerminal } from "../../tests/support/cli-rig.ts";
 
 // Processes and terminals: a busy machine takes its time.
@@ -147,6 +148,39 @@ describe("scripts", () => {
     if (missing(shell)) console.warn(`skipped: completion in ${shell}: ${shell} is not installed`);
   }
 
+  /** Puts the executable on the path by its other name, alone: what completes it must not need `aenv`. */
+  const asAgentenv = async (): Promise<Record<string, string>> => {
+    const bin = `${rig.dir}/server-bin`;
+    await Bun.write(`${bin}/agentenv`, await Bun.file(`${rig.dir}/bin/aenv`).text());
+    chmodSync(`${bin}/agentenv`, 0o755);
+    return { PATH: `${bin}:/usr/local/bin:/usr/bin:/bin` };
+  };
+
+  test("the name agentenv is completed, too, by that name", async () => {
+    const env = await asAgentenv();
+    const bash = `source <(agentenv completion bash); complete -p agentenv
+      COMP_LINE="agentenv pa" COMP_POINT=11 COMP_WORDS=(agentenv pa) COMP_CWORD=1
+      _aenv; printf '%s\\n' "\${COMPREPLY[@]}"`;
+    expect(await run(["bash", "--norc", "-c", bash], env)).toEqual({
+      code: 0,
+      out: "complete -F _aenv agentenv\npause\n",
+      err: "",
+    });
+    if (!missing("zsh")) {
+      const zsh = `autoload -Uz compinit; compinit -u -D; source <(agentenv completion zsh)
+        print -r -- $_comps[agentenv] $_comps[aenv]
+        _describe() { print -rl -- $candidates }
+        words=(agentenv pa) CURRENT=2; _aenv`;
+      const { out, err } = await run(["zsh", "-f", "-c", zsh], env);
+      expect([out, err]).toEqual(["_aenv _aenv\npause:Pause sandboxes with their memory\n", ""]);
+    }
+    if (!missing("fish")) {
+      const fish = "agentenv completion fish | source; complete --do-complete 'agentenv pa'";
+      const { out, err } = await run(["fish", "--no-config", "-c", fish], env);
+      expect([out, err]).toEqual(["pause\tPause sandboxes with their memory\n", ""]);
+    }
+  });
+
   /** Completes as bash does: it breaks a line at blanks and at = and : into COMP_WORDS. */
   const inBash = async (line: string) => {
     const broken = line.match(/[=:]+|[^\s=:]+/g) ?? [];
@@ -212,7 +246,7 @@ describe("scripts", () => {
     "zsh",
     async () => {
       const script = await run(["aenv", "completion", "zsh"]);
-      expect(script.out).toStartWith("#compdef aenv\n");
+      expect(script.out).toStartWith("#compdef aenv agentenv\n");
       await Bun.write(`${rig.dir}/fn/_aenv`, script.out);
       expect(await run(["zsh", "-n", `${rig.dir}/fn/_aenv`])).toEqual({ code: 0, out: "", err: "" });
       await Bun.write(`${rig.dir}/wide-dir/one`, "");

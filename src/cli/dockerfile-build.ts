@@ -6,6 +6,7 @@ import { BuildContext, type ContextArchive, compressed } from "./build-context.t
 import { CliError, type Invocation } from "./command.ts";
 import { type BuildPlan, type PlannedStep, parseDockerfile } from "./dockerfile.ts";
 import { print, StatusLine } from "./output.ts";
+import { formatBytes } from "./progress.ts";
 
 const MAX_SECONDS = 2_147_483_647;
 const BUSY_RETRY_MS = 5_000;
@@ -103,7 +104,8 @@ async function upload(
     `/templates/${encodeURIComponent(templateId)}/files/${hash}`,
   );
   if (body.present) return;
-  status.set(`Uploading ${entries.length} files, ${(bytes / 1048576).toFixed(1)} MiB`);
+  const files = entries.filter((entry) => entry.type !== "directory").length;
+  status.set(`Uploading ${files} ${files === 1 ? "file" : "files"}, ${formatBytes(bytes)}`);
   // The link carries its own authorisation, and is for this moment.
   let response: Response;
   try {

@@ -2,10 +2,10 @@ import { randomBytes } from "node:crypto";
 import { constants } from "node:fs";
 import { link, mkdir, open, rename, rm, stat as statLocal, unlink } from "node:fs/promises";
 import { basename, dirname, join, sep } from "node:path";
-import { AgentError } from "./agent.ts";
+import { AgentError, type AgentTarget } from "./agent.ts";
 import { Api } from "./api.ts";
 import { CliError, type Invocation } from "./command.ts";
-import { plainText, print } from "./output.ts";
+import { plainText, print, writeAll } from "./output.ts";
 import { inParallel, Transfer } from "./progress.ts";
 import { get, listDirectory, stat } from "./remote-files.ts";
 import { runningTarget } from "./target.ts";
@@ -37,6 +37,18 @@ export async function download({ args, flags, usageError }: Invocation): Promise
   if (whole && !remote.startsWith("/")) throw usageError(`the remote path "${remote}" must be absolute`);
   if (whole && remote.split("/").includes(".."))
     throw usageError(`the remote path "${remote}" must not have ..`);
+  if (local === "-") {
+    if (whole) {
+      throw usageError(
+        `${preserve ? "--preserve writes" : "a directory makes"} files: - is for the bytes of a single one`,
+      );
+    }
+    using transfer = new Transfer("Downloading", {
+      bar: !flags.has("no-progress") && process.stdout.isTTY !== true,
+    });
+    await transfer.run((running) => toStandardOutput(target, { remote, size: entry.size }, running));
+    return 0;
+  }
   const path = await finalPath(local, entry.name);
   const plan: DownloadPlan = { target, remote, local: path, force };
   using transfer = new Transfer("Downloading", { bar: !flags.has("no-progress") });
@@ -54,6 +66,33 @@ export async function download({ args, flags, usageError }: Invocation): Promise
   }
   print(`Downloaded ${directory ? "directory " : ""}${id}:${plainText(remote)} to ${plainText(path)}`);
   return 0;
+}
+
+/** Writes the bytes of a file to standard output, no faster than they are read. */
+async function toStandardOutput(
+  target: AgentTarget,
+  file: { readonly remote: string; readonly size: number },
+  transfer: Transfer,
+): Promise<void> {
+  transfer.total = file.size;
+  transfer.name(basename(file.remote));
+  const { body, headers } = await get(target, file.remote, transfer.signal);
+  const expected = Number(headers.get("content-length") ?? "NaN");
+  let written = 0;
+  try {
+    for await (const chunk of body ?? []) {
+      await writeAll(process.stdout, chunk);
+      written += chunk.length;
+      transfer.moved(chunk.length);
+    }
+  } catch (error) {
+    transfer.signal.throwIfAborted();
+    throw new AgentError("cut", "the connection to the sandbox was cut", error);
+  }
+  transfer.signal.throwIfAborted();
+  if (Number.isFinite(expected) && written !== expected) {
+    throw new AgentError("cut", `${file.remote} ended after ${written} of ${expected} bytes`);
+  }
 }
 
 /**

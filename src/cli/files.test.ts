@@ -79,6 +79,44 @@ describe.skipIf(noGuest !== undefined)("aenv upload and download", () => {
     writeFileSync(join(dir, "sub dir/nothing"), "");
   };
 
+  test("- is standard output and standard input", async () => {
+    writeFileSync(join(far, "data.bin"), bytes);
+    const child = rig.spawn(["download", id, `${far}/data.bin`, "-"]);
+    expect(Buffer.from(await new Response(child.stdout).arrayBuffer()).equals(bytes)).toBe(true);
+    expect([await new Response(child.stderr).text(), await child.exited]).toEqual(["", 0]);
+    for (const args of [
+      [far, "-"],
+      [`${far}/data.bin`, "-", "--preserve"],
+    ]) {
+      const run = await rig.aenv(["download", id, ...args]);
+      expect([run.code, run.out]).toEqual([2, ""]);
+      expect(run.err).toContain("- is for the bytes of a single one");
+    }
+    expect(existsSync(join(rig.dir, "-"))).toBe(false);
+
+    const text = "über\n".repeat(100_000);
+    for (const [name, stdin] of [
+      ["text", text],
+      ["empty", ""],
+    ] as const) {
+      expect(await rig.aenv(["upload", id, "-", `${far}/made/${name}`], { stdin })).toEqual({
+        code: 0,
+        out: `Uploaded standard input to ${id}:${far}/made/${name}\n`,
+        err: "",
+      });
+      expect(readFileSync(join(far, "made", name), "utf8")).toBe(stdin);
+    }
+    for (const args of [[`${far}/`], [`${far}/x`, "--preserve"]]) {
+      const run = await rig.aenv(["upload", id, "-", ...args], { stdin: "a" });
+      expect([run.code, run.out]).toEqual([2, ""]);
+    }
+    // A file of that name is named with its directory.
+    expect((await rig.aenv(["download", id, `${far}/made/text`, "./-"])).code).toBe(0);
+    expect((await rig.aenv(["upload", id, "./-", `${far}/back`])).code).toBe(0);
+    expect(readFileSync(join(far, "back"), "utf8")).toBe(text);
+    rmSync(join(rig.dir, "-"));
+  });
+
   test("a file: bytes, names, where it goes", async () => {
     writeFileSync(join(near, "data.bin"), bytes);
     expect(await rig.aenv(["upload", id, "near/data.bin", `${far}/`])).toEqual({

@@ -46,8 +46,8 @@ deny 0.0.0.0/0            -        -
 deny everything else      -        -
 refused in all            3        180
 
-REFUSED AT           WHAT
-2026-01-02 03:04:05  198.51.100.66:443: evil is not allowed
+REFUSED AT            WHAT
+2026-01-02 03:04:05Z  198.51.100.66:443: evil is not allowed
 `);
   const json = await rig.aenv(["network", "show", id]);
   expect(JSON.parse(json.out)).toMatchObject({

@@ -42,13 +42,17 @@ export function formatTable(
   return cells.map((row) => `${line(row).trimEnd()}\n`).join("");
 }
 
-/** `2026-01-02T03:04:05.678Z` as local time, to the second. */
+/** `2026-01-02T03:04:05.678Z` as local time, to the second, with its offset: `2026-01-02 04:04:05+01:00`, `…Z` in UTC. */
 export function formatTime(iso: string | undefined): string | undefined {
   if (iso === undefined) return undefined;
   const date = new Date(iso);
   if (Number.isNaN(date.getTime())) return iso;
   const two = (value: number) => String(value).padStart(2, "0");
-  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+  const minutes = -date.getTimezoneOffset();
+  const size = Math.abs(minutes);
+  const zone =
+    minutes === 0 ? "Z" : `${minutes < 0 ? "-" : "+"}${two(Math.floor(size / 60))}:${two(size % 60)}`;
+  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}${zone}`;
 }
 
 /**
@@ -89,7 +93,8 @@ export class StatusLine implements Disposable {
 
   #draw(): void {
     if (this.#text === "") return;
-    const width = Math.max(20, (this.#stream.columns ?? 80) - 1);
+    // Terminals that nobody looks at may say that they have no columns.
+    const width = Math.max(20, (this.#stream.columns || 80) - 1);
     this.#stream.write(`\r\x1b[2K${`${this.#seconds()}  ${this.#text}`.slice(0, width)}`);
     this.#shown = true;
   }

@@ -104,6 +104,22 @@ export function path(node: Node): string[] {
   return names;
 }
 
+const LONGEST_WORD = 60;
+const LONGEST_MESSAGE = 180;
+
+/** A message that quotes what was typed, on one line and of bearable length. */
+function quoted(message: string): string {
+  const short = message
+    .replace(/\s+/g, " ")
+    .replace(/(?<=^|[\s:])('[^']*'|"[^"]*")/g, (whole) =>
+      whole.length <= LONGEST_WORD ? whole : `${whole.slice(0, LONGEST_WORD)}…${whole[0]}`,
+    );
+  return short.length <= LONGEST_MESSAGE ? short : `${short.slice(0, LONGEST_MESSAGE)}…`;
+}
+
+/** Longer than any name or path may be. */
+const LONGEST_ARGUMENT = 4_096;
+
 const usageHint = (node: Node) => `usage: ${usageOf(node)}\n${path(node).join(" ")} --help tells more`;
 
 /** Arguments beyond what the parser knows of them: emptiness, ids, the `--` in front of a command. */
@@ -119,10 +135,14 @@ function checkedArguments(command: Command, words: readonly string[], usage: Usa
       continue;
     }
     if (given === "") throw usage(`<${argument.name}> must not be empty`);
+    if (argument.rest === true) continue;
+    if (given.length > LONGEST_ARGUMENT) {
+      throw usage(`<${argument.name}> is too long: ${given.length} characters`);
+    }
     if (!argument.complete?.endsWith("sandbox")) continue;
     // An id becomes part of a URL's path: what would change the path is none.
     for (const id of argument.many === true ? args.slice(i) : [given]) {
-      if (!/^[\w-]+$/.test(id)) throw usage(`"${id}" is no sandbox id`);
+      if (!/^[\w-]{1,128}$/.test(id)) throw usage(`"${id}" is no sandbox id`);
     }
   }
   return args;
@@ -178,7 +198,7 @@ function add(program: Node, command: Command, words: readonly string[], options:
   }
   node.action(() => {
     const usage: Usage = (message) =>
-      new CliError(message, {
+      new CliError(quoted(message), {
         exitCode: 2,
         hint: usageHint(node),
       });
@@ -245,11 +265,53 @@ function nodeOf(program: Node, words: readonly string[]): Node {
   return node;
 }
 
+/** Keystrokes between two words: letters put in, left out, mistaken, or two of them swapped. */
+function distance(a: string, b: string): number {
+  const rows = [Array.from({ length: b.length + 1 }, (_, j) => j)];
+  for (let i = 1; i <= a.length; i++) {
+    const row = [i];
+    for (let j = 1; j <= b.length; j++) {
+      const wrong = a[i - 1] === b[j - 1] ? 0 : 1;
+      row[j] = Math.min(rows[i - 1]![j]! + 1, row[j - 1]! + 1, rows[i - 1]![j - 1]! + wrong);
+      if (i > 1 && j > 1 && a[i - 1] === b[j - 2] && a[i - 2] === b[j - 1]) {
+        row[j] = Math.min(row[j]!, rows[i - 2]![j - 2]! + 1);
+      }
+    }
+    rows.push(row);
+  }
+  return rows[a.length]![b.length]!;
+}
+
+/** The parser's suggestions for a word, of which only those stay that are a slip of the fingers away from it. */
+function nearMisses(first: string, suggested: string): string {
+  const typed = /'([^']*)'$/.exec(first)?.[1]?.replace(/^-+/, "") ?? "";
+  const words = /^\(Did you mean (?:one of )?(.+)\?\)$/.exec(suggested)?.[1]?.split(", ") ?? [];
+  // Else every word would be one or two slips from some short command.
+  const most = Math.max(1, Math.floor(typed.length / 4));
+  const near = words.filter((word) => distance(typed, word.replace(/^-+/, "")) <= most);
+  if (near.length === 0) return "";
+  return ` (Did you mean ${near.length > 1 ? "one of " : ""}${near.join(", ")}?)`;
+}
+
+/** Where a line leaves the tree: the index of a word that should name a command and does not. */
+function unknownAt(program: Node, words: readonly string[]): number | undefined {
+  let node = program;
+  for (const [i, word] of words.entries()) {
+    if (node.commands.length === 0 || word.startsWith("-")) return undefined;
+    const next = node.commands.find((entry) => entry.name() === word || entry.aliases().includes(word));
+    if (next === undefined) return i;
+    node = next;
+  }
+  return undefined;
+}
+
 /** What commander found wrong, as an error of ours. */
 function usageProblem(program: Node, error: CommanderError, words: readonly string[]): CliError {
   const node = nodeOf(program, words);
-  const [first = "", ...more] = error.message.replace(/^error: /, "").split("\n");
-  const meant = more.join(" ").trim();
+  // What was typed may have line ends of its own.
+  const said = error.message.replace(/^error: /, "");
+  const meant = /\n(\(Did you mean [^\n]*\))$/.exec(said)?.[1] ?? "";
+  const first = meant === "" ? said : said.slice(0, -meant.length - 1);
   const names = node.commands.map((entry) => entry.name()).join(", ");
   const hint =
     node === program
@@ -257,7 +319,7 @@ function usageProblem(program: Node, error: CommanderError, words: readonly stri
       : node.commands.length > 0
         ? `its commands: ${names}`
         : usageHint(node);
-  return new CliError(`${first}${meant === "" ? "" : ` ${meant}`}`, { exitCode: 2, hint });
+  return new CliError(`${quoted(first)}${nearMisses(first, meant)}`, { exitCode: 2, hint });
 }
 
 /**
@@ -276,7 +338,10 @@ export function parseLine(
     },
   });
   // `aenv help exec` is `aenv exec --help`, at any depth.
-  const words = argv[0] === "help" ? [...argv.slice(1), "--help"] : argv[0] === "version" ? ["-V"] : argv;
+  let words = argv[0] === "help" ? [...argv.slice(1), "--help"] : argv[0] === "version" ? ["-V"] : argv;
+  // There is no help on a command that is none: without what follows the parser says so.
+  const unknown = unknownAt(program, words);
+  if (unknown !== undefined) words = words.slice(0, unknown + 1);
   try {
     program.parse(words, { from: "user" });
   } catch (error) {

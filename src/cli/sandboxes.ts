@@ -6,7 +6,7 @@ import {
   type SandboxJson,
   START_TIMEOUT_MS,
 } from "./api.ts";
-import { CliError, type Invocation } from "./command.ts";
+import type { CliError, Invocation } from "./command.ts";
 import { detachKeys } from "./detach.ts";
 import { formatTable, formatTime, plainText, print, printJson, StatusLine, wantsTable } from "./output.ts";
 import { hasTerminal, requireTerminal } from "./terminal.ts";
@@ -111,6 +111,9 @@ export async function connect({ args, flags, usageError }: Invocation): Promise<
   return openShell(api, args[0]!, { detachKeys: keys, ...(pid === undefined ? {} : { pid }) });
 }
 
+/** When a sandbox ends; a paused one has no end before it is resumed. */
+const ends = (item: SandboxJson) => (item.state === "paused" ? undefined : formatTime(item.endAt));
+
 /** `aenv list`. */
 export async function list({ flags }: Invocation): Promise<number> {
   const api = await Api.open();
@@ -127,8 +130,7 @@ export async function list({ flags }: Invocation): Promise<number> {
     item.memoryMB,
     item.diskSizeMB,
     formatTime(item.startedAt),
-    // A paused one has no end before it is resumed.
-    item.state === "running" ? formatTime(item.endAt) : undefined,
+    ends(item),
   ]);
   process.stdout.write(
     formatTable(
@@ -192,13 +194,10 @@ export async function resume({ args, flags }: Invocation): Promise<number> {
 }
 
 /** `aenv timeout`. */
-export async function setSandboxTimeout({ args }: Invocation): Promise<number> {
+export async function setSandboxTimeout({ args, usageError }: Invocation): Promise<number> {
   const seconds = Number(args[1]);
   if (!/^\d+$/.test(args[1]!) || seconds < 1 || seconds > MAX_SECONDS) {
-    throw new CliError(`<seconds> must be a whole number from 1 to ${MAX_SECONDS}, not "${args[1]}"`, {
-      exitCode: 2,
-      hint: "usage: aenv timeout <sandbox-id> <seconds>",
-    });
+    throw usageError(`<seconds> must be a whole number from 1 to ${MAX_SECONDS}, not "${args[1]}"`);
   }
   const api = await Api.open();
   await api.request("POST", `${path(args[0]!)}/timeout`, { body: { timeout: seconds } });
@@ -220,7 +219,7 @@ function facts(detail: SandboxDetailJson): [string, string | number | undefined]
     ["MEM (MiB)", detail.memoryMB],
     ["DISK (MiB)", detail.diskSizeMB],
     ["STARTED", formatTime(detail.startedAt)],
-    ["ENDS", formatTime(detail.endAt)],
+    ["ENDS", ends(detail)],
     ["AT ITS END", detail.lifecycle?.onTimeout],
     ["AUTO RESUME", detail.lifecycle === undefined ? undefined : String(detail.lifecycle.autoResume)],
     ["INTERNET", detail.allowInternetAccess === false ? "denied" : "allowed"],

@@ -51,7 +51,7 @@ describe("aenv logs", () => {
     const run = await rig.aenv(["logs", id]);
     expect(run.err).toBe("");
     expect([...run.out.matchAll(/line \d+$/gm)].map(String)).toEqual(entries.map((_, i) => `line ${i}`));
-    expect(run.out).toMatch(/^2023-11-14 22:13:20 {2}info {3}line 0\n/);
+    expect(run.out).toMatch(/^2023-11-14 22:13:20Z {2}info {3}line 0\n/);
     const tail = await rig.aenv(["logs", "-n", "3", "-o", "json", id]);
     expect(
       tail.out
@@ -115,8 +115,8 @@ describe("aenv metrics and top", () => {
     };
     const table = await rig.aenv(["metrics", id, "--last", "600", "--output", "table"]);
     expect(table.out).toBe(
-      "TIME                 CPU %  CPU  MEM        MEM %  CACHE    DISK     DISK %\n" +
-        "2023-11-14 22:13:20  12.3   2    256.0 MiB  25.0   1.0 KiB  5.0 GiB  50.0\n",
+      "TIME                  CPU %  CPU  MEM        MEM %  CACHE    DISK     DISK %\n" +
+        "2023-11-14 22:13:20Z  12.3   2    256.0 MiB  25.0   1.0 KiB  5.0 GiB  50.0\n",
     );
     const json = await rig.aenv(["metrics", id, "--last", "600"]);
     expect(JSON.parse(json.out)).toEqual([point(1_700_000_000)]);

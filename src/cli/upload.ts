@@ -1,6 +1,7 @@
 import { randomBytes } from "node:crypto";
 import { constants, type Stats } from "node:fs";
-import { lstat, open, readdir } from "node:fs/promises";
+import { lstat, mkdtemp, open, readdir, rm } from "node:fs/promises";
+import { tmpdir } from "node:os";
 import { basename, join, resolve } from "node:path";
 import type { AgentTarget } from "./agent.ts";
 import { Api } from "./api.ts";
@@ -42,6 +43,15 @@ export async function upload({ args, flags, usageError }: Invocation): Promise<n
   const jobs = flags.integer("jobs", 1, MAX_JOBS) ?? 4;
   const preserve = flags.has("preserve");
   const user = flags.text("user");
+  if (local === "-") {
+    if (preserve) throw usageError("--preserve is for files: standard input has no modes or times");
+    if (remote.endsWith("/")) throw usageError(`standard input has no name: give one behind "${remote}"`);
+    const api = await Api.open();
+    const target = await runningTarget(api, id, user);
+    await fromStandardInput(target, remote, !flags.has("no-progress"));
+    print(`Uploaded standard input to ${id}:${plainText(remote)}`);
+    return 0;
+  }
   const stats = await localStats(local);
   if (stats.isSymbolicLink() && !preserve) {
     throw new CliError(`${local} is a symbolic link`, {
@@ -76,6 +86,39 @@ export async function upload({ args, flags, usageError }: Invocation): Promise<n
   }
   print(`Uploaded ${directory ? "directory " : ""}${told}`);
   return 0;
+}
+
+/** Sends standard input as one file: kept in a private file first, as the length is told before the bytes. */
+async function fromStandardInput(target: AgentTarget, remote: string, bar: boolean): Promise<void> {
+  const directory = await mkdtemp(join(tmpdir(), "aenv-upload-"));
+  const kept = join(directory, "standard input");
+  using transfer = new Transfer("Uploading", { bar });
+  try {
+    await transfer.run(async (running) => {
+      let size = 0;
+      {
+        await using handle = await open(kept, "wx", 0o600);
+        const stop = () => void process.stdin.destroy();
+        running.signal.addEventListener("abort", stop, { once: true });
+        // Whoever writes it may take its time: that is no stall of the transfer.
+        const patience = setInterval(() => running.moved(0), 1_000);
+        try {
+          for await (const chunk of process.stdin as AsyncIterable<Buffer>) {
+            await handle.writeFile(chunk);
+            size += chunk.length;
+          }
+        } finally {
+          clearInterval(patience);
+          running.signal.removeEventListener("abort", stop);
+        }
+        running.signal.throwIfAborted();
+      }
+      running.total = size;
+      await uploadFile(target, { local: kept, remote, size }, running, running.signal);
+    });
+  } finally {
+    await rm(directory, { recursive: true, force: true });
+  }
 }
 
 /** Where it goes: into a directory that is there or that a trailing slash names, else to just that path. */
