@@ -1,5 +1,15 @@
 import { createHash } from "node:crypto";
-import { accessSync, constants, existsSync, mkdtempSync, readFileSync, rmSync, statSync } from "node:fs";
+import {
+  accessSync,
+  constants,
+  existsSync,
+  lstatSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  statSync,
+} from "node:fs";
 import { mkdir, readFile, rename, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -99,6 +109,23 @@ export function probeInitrd(): Uint8Array {
   ]);
 }
 
+const PROBE_PREFIX = "aenv-probe-";
+/** No probe takes that long. */
+const PROBE_OVER_MS = 600_000;
+
+/** Removes what probes left whose process was killed. */
+export function sweepProbes(dir: string): void {
+  for (const name of readdirSync(dir)) {
+    if (!name.startsWith(PROBE_PREFIX)) continue;
+    const path = join(dir, name);
+    const stat = lstatSync(path, { throwIfNoEntry: false });
+    if (stat === undefined || stat.mtimeMs > Date.now() - PROBE_OVER_MS) continue;
+    // Another user's is theirs to remove.
+    if (stat.isDirectory() && stat.uid === process.geteuid?.())
+      rmSync(path, { recursive: true, force: true });
+  }
+}
+
 /**
  * Boots the kernel in the given mode until its user space has spoken. Bounded: the first sign of life must
  * come within `silenceMs`, the end within `totalMs`. A working KVM host takes well under a second.
@@ -108,7 +135,8 @@ export async function bootProbe(
   mode: VirtualizationMode,
   limits: { readonly silenceMs: number; readonly totalMs: number },
 ): Promise<ModeVerdict> {
-  const dir = mkdtempSync(join(tmpdir(), "aenv-probe-"));
+  sweepProbes(tmpdir());
+  const dir = mkdtempSync(join(tmpdir(), PROBE_PREFIX));
   let child: Bun.Subprocess<"ignore", "ignore", "pipe"> | undefined;
   const clear = () => {
     child?.kill("SIGKILL");
