@@ -50,13 +50,14 @@ export function isPassing(error: unknown): error is CliError {
 }
 
 const FOREIGN_HINT = "is that the right address? set another one with `aenv auth`";
+const PROXY_HINT = "a proxy in front of the server tells that it cannot reach it: is it running?";
 
 /** An answer that no server of ours gives. */
 function foreignAnswer(url: string, status: number, what: string): ApiError {
   return new ApiError(
     status,
     `${url} answered HTTP ${status} with ${what}: that is no AgentENV server`,
-    FOREIGN_HINT,
+    [502, 503, 504].includes(status) ? PROXY_HINT : FOREIGN_HINT,
   );
 }
 

@@ -461,11 +461,15 @@ describe("the way to the server", () => {
           fetch: () => new Response(text, { status, headers: type === "" ? {} : { "content-type": type } }),
         });
         const url = `http://127.0.0.1:${other.port}`;
+        const hint =
+          status === 502
+            ? "a proxy in front of the server tells that it cannot reach it: is it running?"
+            : "is that the right address? set another one with `aenv auth`";
         rig.login(url);
         expect(await rig.aenv(["list"])).toEqual({
           code: 1,
           out: "",
-          err: `Error: ${url} answered HTTP ${status} with ${what}: that is no AgentENV server\n  is that the right address? set another one with \`aenv auth\`\n`,
+          err: `Error: ${url} answered HTTP ${status} with ${what}: that is no AgentENV server\n  ${hint}\n`,
         });
       }
     } finally {
