@@ -6,8 +6,8 @@ import { eventually } from "../../tests/support/eventually.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createLogger } from "../lib/log.ts";
 import type { RouteLookup, SandboxRecord } from "../orchestrator/types.ts";
-import type { FrontOptions } from "./front.ts";
 import { type ExchangeReport, type Front, startFront } from "./index.ts";
+import type { FrontOptions } from "./options.ts";
 
 const RUNNING = "01936f8e-72f5-7000-8000-000000000001";
 const MASKED = "01936f8e-72f5-7000-8000-0000000000aa";

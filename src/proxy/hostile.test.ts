@@ -6,8 +6,8 @@ import { FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
 import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
 import { createOrchestrator, type NodeOrchestrator } from "../orchestrator/index.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
-import type { FrontLimits } from "./front.ts";
 import { type Front, startFront } from "./index.ts";
+import type { FrontLimits } from "./options.ts";
 
 /* Services and clients that mean no good, and many at once, before a real orchestrator. */
 

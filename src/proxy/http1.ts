@@ -146,6 +146,12 @@ export function headerTokens(headers: RawHeaders, name: string): string[] {
     .filter((token) => token !== "");
 }
 
+/** Whether the client wants to send another request on the same connection. */
+export function wantsKeepAlive(head: RequestHead): boolean {
+  const tokens = headerTokens(head.headers, "connection");
+  return head.minor === 1 ? !tokens.includes("close") : tokens.includes("keep-alive");
+}
+
 export type Framing =
   | { readonly kind: "none" }
   | { readonly kind: "length"; readonly bytes: number }

@@ -1,8 +1,2 @@
-export {
-  type ExchangeReport,
-  type Front,
-  type FrontLimits,
-  type FrontOptions,
-  requireFreeAddress,
-  startFront,
-} from "./front.ts";
+export { type Front, requireFreeAddress, startFront } from "./front.ts";
+export type { ExchangeReport, FrontLimits, FrontOptions } from "./options.ts";

@@ -1,7 +1,7 @@
 import { afterAll, beforeAll, expect, test } from "bun:test";
 import { connect, type Socket } from "node:net";
 import { createLogger } from "../lib/log.ts";
-import { type Front, type FrontOptions, startFront } from "./front.ts";
+import { type Front, type FrontOptions, startFront } from "./index.ts";
 
 /* Control requests whose body is read as it arrives. */
 
