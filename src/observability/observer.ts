@@ -18,9 +18,9 @@ import type {
   SpawnCount,
 } from "./types.ts";
 
-/** Bounds of every duration histogram, seconds. */
 /** Others come from clients in any number: they are one label. */
 const METHODS = new Set(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"]);
+/** Bounds of every duration histogram, seconds. */
 const DURATION_BOUNDS = [
   0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1200,
   1800,
