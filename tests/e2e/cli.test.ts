@@ -218,14 +218,18 @@ test("list, info, logs, metrics and top tell of it", async () => {
   expect((await run(`aenv info ${id} -o json | grep -c oken`)).screen).toMatch(/^0$/m);
   const log = await run(`aenv logs ${id}`);
   expect(log.status).toBe(0);
-  expect(log.screen).toMatch(/^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d {2}(info|debug|warn|error) /m);
+  expect(log.screen).toMatch(
+    /^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:Z|[+-]\d\d:\d\d) {2}(info|debug|warn|error) /m,
+  );
   await begin(`aenv logs -f ${id}`);
   await tmux.shows(/^\d{4}-\d\d-\d\d /m);
   await tmux.press("C-c");
   expect(await tmux.status()).toBe(130);
   const metrics = await run(`aenv metrics ${id} --last 600`);
   expect(metrics.screen).toMatch(/^TIME +CPU % +CPU +MEM/m);
-  expect(metrics.screen).toMatch(/^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[\d.]+ +1 +[\d.]+ MiB/m);
+  expect(metrics.screen).toMatch(
+    /^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:Z|[+-]\d\d:\d\d) +[\d.]+ +1 +[\d.]+ MiB/m,
+  );
   expect((await run("aenv top --once")).screen).toMatch(new RegExp(`^${id} +${TEMPLATE} +[\\d.]+ +1 `, "m"));
   await begin("aenv top --interval 1");
   await tmux.shows(new RegExp(`^1 running at .*; q ends\\n\\nSANDBOX ID.*\\n${id}`, "m"));
