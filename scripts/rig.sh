@@ -17,7 +17,8 @@
 #   RIG_APPEND (kernel parameters), RIG_CPU and RIG_QEMU_ARGS tune the rest.
 #
 # Standard output and error come back apart, as they are written; the command's standard input is empty.
-# Exit status: the command's own; 124 past the limit; 125 when the machine could not be started or died.
+# Exit status: the command's own; 124 past the limit, or when the machine stands still; 125 when it could not be started or
+# died.
 # A machine that dies, or takes over 90 s, before its command starts is started again, twice at most.
 set -euo pipefail
 
@@ -164,8 +165,13 @@ mkfifo "$run/status"; exec 8<> "$run/status"
 
 started() { grep -aq 'rig: command starts' "$run/console"; }
 
+# A machine that lives takes some processor time every second, if only for its timers: one whose emulator has lost
+# them never wakes up again.
+STILL_S=45 STILL_TICKS=3
+used() { awk '{sub(/.*\) /, ""); print $12 + $13}' "/proc/$1/stat" 2> /dev/null || echo 0; } # proc(5): utime, stime
+
 attempt() {
-  local vm streams began
+  local vm streams began ticks moved=0 moved_at
   : > "$run/out"; : > "$run/err"; : > "$run/console"
   "$qemu" -M q35,memory-backend=ram -accel tcg,thread=multi,tb-size=1024 -cpu "$cpu" -smp "$cpus" -m "$mem" \
     -object memory-backend-memfd,id=ram,size="$mem"M,share=on \
@@ -181,11 +187,16 @@ attempt() {
   tail -s 0.1 -f -c +1 --pid=$vm "$run/out" 8>&- & streams=($!)
   tail -s 0.1 -f -c +1 --pid=$vm "$run/err" 8>&- >&2 & streams+=($!)
   pids+=("${streams[@]}")
-  ended='' outs=0 errs=0 began=$SECONDS
+  ended='' outs=0 errs=0 began=$SECONDS moved_at=$SECONDS
   while [[ -z $ended ]]; do
     if read -r -t 1 -u 8 status outs errs; then ended=done
     elif ! kill -0 $vm 2> /dev/null || { ((SECONDS - began > 90)) && ! started; }; then ended=dead outs=0 errs=0
-    elif ((SECONDS >= limit)); then ended=late outs=0 errs=0; fi
+    elif ((SECONDS >= limit)); then ended=late outs=0 errs=0
+    else
+      ticks=$(used $vm)
+      if ((ticks - moved >= STILL_TICKS)); then moved=$ticks moved_at=$SECONDS
+      elif ((SECONDS - moved_at >= STILL_S)); then ended=still outs=0 errs=0; fi
+    fi
   done
   for ((i = 0; i < 100; i++)); do
     (($(stat -c %s "$run/out") < outs || $(stat -c %s "$run/err") < errs)) || break; sleep 0.05
@@ -204,6 +215,8 @@ done
 [[ -z $verbose ]] || echo "$start $EPOCHREALTIME" | awk '{printf "rig: %.1f s in all\n", $2 - $1}' >&2
 case $ended in
   done) exit "$status";;
+  still) echo "rig: the machine stands still, it took no processor time for $STILL_S s" >&2
+         tail -n 20 "$run/console" >&2 || :; exit 124;;
   late) echo "rig: over $limit s" >&2; tail -n 20 "$run/console" >&2 || :; exit 124;;
   dead) cat "$run/qemu.log" >&2 2> /dev/null || :
         tail -n 40 "$run/console" >&2 || :; die "the machine ended without a status";;
