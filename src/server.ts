@@ -493,13 +493,13 @@ function settingHint(argv: readonly string[]): string {
   return "other settings are in the file of --config and in the environment: agentenv config default prints and explains them";
 }
 
-/** `agentenv serve`. Exit codes: 0 stopped or left, 1 failed, 2 wrong usage. */
 /** Whether this process was started with SIGHUP ignored: `SigIgn` is a mask of signals, from 1 on (proc_pid_status(5)). */
 function ignoresHangup(): boolean {
   const mask = /^SigIgn:\s*([0-9a-f]+)$/m.exec(readFileSync("/proc/self/status", "utf8"))?.[1] ?? "0";
   return (BigInt(`0x${mask}`) & 1n) === 1n;
 }
 
+/** `agentenv serve`. Exit codes: 0 stopped or left, 1 failed, 2 wrong usage. */
 export async function serveMain(argv: string[]): Promise<number> {
   let values: ReturnType<typeof parseFlags>;
   try {
