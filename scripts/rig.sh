@@ -17,8 +17,8 @@
 #   RIG_APPEND (kernel parameters), RIG_CPU and RIG_QEMU_ARGS tune the rest.
 #
 # Standard output and error come back apart, as they are written; the command's standard input is empty.
-# Exit status: the command's own; 124 past the limit, or when the machine stands still; 125 when it could not be started or
-# died.
+# Exit status: the command's own; 124 past the limit, or when the machine stands still or its clock runs on; 125 when it
+# could not be started or died.
 # A machine that dies, or takes over 90 s, before its command starts is started again, twice at most.
 set -euo pipefail
 
@@ -97,6 +97,11 @@ port() { for p in /sys/class/virtio-ports/*; do [ "$($b cat $p/name)" != $1 ] ||
 for s in out err; do
   $b mkfifo /run/rig/$s; { $b cat /run/rig/$s > /dev/$(port $s); : > /run/rig/$s.end; } &
 done
+# A sign of life of every processor, and the clock's time.
+{ while :; do
+    for c in $($b seq 0 $(($($b nproc) - 1))); do $b taskset $($b printf %x $((1 << c))) $b sleep 1; done
+    $b cut -d' ' -f1 /proc/uptime
+  done > /dev/$(port beat); } &
 mark "command starts"
 "$run/cmd" < /dev/null > /run/rig/out 2> /run/rig/err
 rc=$?; mark "command ended"
@@ -158,21 +163,20 @@ PATH=$PATH:/usr/sbin:/sbin mke2fs -q -t ext4 -E lazy_itable_init=1,lazy_journal_
 share() { args+=(-virtfs "local,path=$2,mount_tag=$1,security_model=none,multidevs=remap$3"); }
 share root / ,readonly=on
 n=0; for d in "${rw[@]}"; do share rw$n "$d" ''; n=$((n + 1)); done
-for p in out err status; do
+for p in out err status beat; do
   args+=(-chardev "file,id=$p,path=$run/$p" -device "virtserialport,chardev=$p,name=$p")
 done
 mkfifo "$run/status"; exec 8<> "$run/status"
 
 started() { grep -aq 'rig: command starts' "$run/console"; }
 
-# A machine that lives takes some processor time every second, if only for its timers: one whose emulator has lost
-# them never wakes up again.
-STILL_S=45 STILL_TICKS=3
-used() { awk '{sub(/.*\) /, ""); print $12 + $13}' "/proc/$1/stat" 2> /dev/null || echo 0; } # proc(5): utime, stime
+# A machine of which one processor shows no life is not waited for, nor one whose clock ran on: the emulator hands the
+# host's time stamp counter through, and a host that was moved or stood still may have another.
+STILL_S=60 AHEAD_S=20
 
 attempt() {
-  local vm streams began ticks moved=0 moved_at
-  : > "$run/out"; : > "$run/err"; : > "$run/console"
+  local vm streams began beat last='' last_at first='' first_at
+  : > "$run/out"; : > "$run/err"; : > "$run/console"; : > "$run/beat"
   "$qemu" -M q35,memory-backend=ram -accel tcg,thread=multi,tb-size=1024 -cpu "$cpu" -smp "$cpus" -m "$mem" \
     -object memory-backend-memfd,id=ram,size="$mem"M,share=on \
     -nodefaults -no-user-config -display none -no-reboot \
@@ -187,15 +191,19 @@ attempt() {
   tail -s 0.1 -f -c +1 --pid=$vm "$run/out" 8>&- & streams=($!)
   tail -s 0.1 -f -c +1 --pid=$vm "$run/err" 8>&- >&2 & streams+=($!)
   pids+=("${streams[@]}")
-  ended='' outs=0 errs=0 began=$SECONDS moved_at=$SECONDS
+  ended='' outs=0 errs=0 began=$SECONDS
   while [[ -z $ended ]]; do
     if read -r -t 1 -u 8 status outs errs; then ended=done
     elif ! kill -0 $vm 2> /dev/null || { ((SECONDS - began > 90)) && ! started; }; then ended=dead outs=0 errs=0
     elif ((SECONDS >= limit)); then ended=late outs=0 errs=0
     else
-      ticks=$(used $vm)
-      if ((ticks - moved >= STILL_TICKS)); then moved=$ticks moved_at=$SECONDS
-      elif ((SECONDS - moved_at >= STILL_S)); then ended=still outs=0 errs=0; fi
+      beat=$(tail -n 1 "$run/beat")
+      [[ -n $last || -z $beat ]] || first=${beat%.*} first_at=$SECONDS
+      if [[ $beat != "$last" ]]; then last=$beat last_at=$SECONDS
+      elif [[ -n $last ]] && ((SECONDS - last_at >= STILL_S)); then ended=still outs=0 errs=0; fi
+      ahead=0
+      [[ -z $last ]] || ahead=$((${last%.*} - first - (SECONDS - first_at)))
+      ((ahead < AHEAD_S)) || ended=ahead outs=0 errs=0
     fi
   done
   for ((i = 0; i < 100; i++)); do
@@ -215,7 +223,9 @@ done
 [[ -z $verbose ]] || echo "$start $EPOCHREALTIME" | awk '{printf "rig: %.1f s in all\n", $2 - $1}' >&2
 case $ended in
   done) exit "$status";;
-  still) echo "rig: the machine stands still, it took no processor time for $STILL_S s" >&2
+  still) echo "rig: the machine stands still, no sign of life of a processor for $STILL_S s" >&2
+         tail -n 20 "$run/console" >&2 || :; exit 124;;
+  ahead) echo "rig: the machine's clock ran on, it is $ahead s ahead" >&2
          tail -n 20 "$run/console" >&2 || :; exit 124;;
   late) echo "rig: over $limit s" >&2; tail -n 20 "$run/console" >&2 || :; exit 124;;
   dead) cat "$run/qemu.log" >&2 2> /dev/null || :

@@ -101,8 +101,8 @@ if ((${#rig[@]})); then
   { scripts/firecracker.sh || echo "the tests with Firecracker are left out"; scripts/rig.sh -p; } > "$work/prepare.log" 2>&1 &
   behind[prepare]=$!
 fi
-# A machine that ends by itself (125) or stands still (124), as the emulator's nested virtualization makes kernels do now
-# and then, has said nothing of what is tested: another is started, twice at most, while there is time. Where guests are
+# A machine that ends by itself (125), stands still or loses its time (124), as the emulator makes kernels do now and
+# then, has said nothing of what is tested: another is started, twice at most, while there is time. Where guests are
 # nested the emulator also ends those: it has to pass once. Most of that comes with a second processor.
 rig_part() { # part, `suite` or `suite_behind`
   local file=${1%% *} only=() runner=(scripts/rig.sh -t 640 -C tests)
@@ -161,18 +161,24 @@ fi
 for part in "${parts[@]}"; do [[ $part != *" on "* ]] || rig_part "$part" suite_behind; done
 [[ -z ${behind[fuzz]:-} ]] || report fuzz
 for part in "${parts[@]}"; do
+  name="rig ${part##*/}" beside=''
   for attempt in 1 2 3; do
     before=("$passed" "$failed" "$skipped")
-    if [[ -n ${behind[rig ${part##*/}]:-} ]]; then report "rig ${part##*/}"; else rig_part "$part" suite; fi
-    died "$part" || break
-    if ((SECONDS >= 1700 || attempt == 3)); then break; fi
+    if [[ -n ${behind[$name]:-} ]]; then report "$name"; ran=beside; else rig_part "$part" suite; ran=alone; fi
+    if died "$part"; then
+      if ((SECONDS >= 1700 || attempt == 3)); then break; fi
+      echo "the rig's machine or a guest in it died, attempt $attempt of 3; last words are above"
+    elif [[ $status != 0 && $ran == beside && -z $beside ]]; then
+      beside=$(cat "$work/$name.failures")
+      echo "once more, alone: $part"
+    else break; fi
     passed=${before[0]} failed=${before[1]} skipped=${before[2]}
-    echo "the rig's machine or a guest in it died, attempt $attempt of 3; last words are above"
   done
+  [[ $status != 0 || -z $beside ]] || echo "$beside" > "$work/$name.again"
   if [[ $status == 12[45] ]]; then
     passed=${before[0]} failed=${before[1]} skipped=$((before[2] + 1))
     echo "SKIPPED: tests/$part, the emulated machine did not live long enough $attempt times"
-    rm -f "$work/rig ${part##*/}.failures"
+    rm -f "$work/$name.failures"
   fi
 done
 
