@@ -14,7 +14,7 @@ import { basename, join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
 import { type FakeAgent, startFakeAgent } from "../../tests/support/fake-agent.ts";
 import { fakeReport } from "../../tests/support/fake-network.ts";
-import { AenvError } from "../lib/errors.ts";
+import { AenvError, assert } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
 import type { MemoryImage, MemoryService } from "../memory/types.ts";
@@ -411,6 +411,41 @@ describe("capture", () => {
     const block = new Uint8Array(4096);
     stack.read(0, block);
     expect(block.every((byte) => byte === 9)).toBeTrue();
+  });
+
+  test("a device state that is not what was written never reaches a VM; one of before there were sums does", async () => {
+    const running = await factory.boot(spec());
+    const { state } = await running.capture(join(home, "artifacts", "flipped"));
+    await running.stop();
+    const path = state.deviceStatePath;
+    const written = readFileSync(path);
+    expect(state.deviceStateSum).toMatchObject({ sizeBytes: written.length });
+    const identity = () => ({ sandboxId: newId(), templateId: "t", accessToken: "x", envVars: {} });
+    const launched = world.launches.length;
+    const flipped = Buffer.from(written);
+    flipped[3]! ^= 0x10;
+    const damages: readonly [damage: () => void, says: string][] = [
+      [() => writeFileSync(path, flipped), "is damaged: sha256:"],
+      [() => writeFileSync(path, written.subarray(1)), `${written.length - 1} bytes where ${written.length}`],
+      [() => rmSync(path), "cannot be read"],
+    ];
+    for (const [damage, says] of damages) {
+      damage();
+      const error = await factory.resume({ identity: identity(), state }).catch((thrown: unknown) => thrown);
+      assert(error instanceof AenvError, "it fails for a reason");
+      expect(error.code).toBe("device_state_damaged");
+      expect(error.message).toStartWith(`the device state ${path} `);
+      expect(error.message).toContain(says);
+      expect(error.remediation).toContain("restore that file from a backup");
+    }
+    expect(world.launches).toHaveLength(launched);
+    expect(world.held).toEqual([]);
+
+    writeFileSync(path, flipped);
+    const { deviceStateSum: _, ...before } = state;
+    await (await factory.resume({ identity: identity(), state: before })).stop();
+    writeFileSync(path, written);
+    await (await factory.resume({ identity: identity(), state })).stop();
   });
 
   test("what no VM has room for is refused by what is known before there are disks", async () => {

@@ -30,6 +30,7 @@ import {
   planCompaction,
   Substitutes,
 } from "./compaction.ts";
+import { sumDeviceState, verifyDeviceState } from "./device-state.ts";
 import { isPrivate, linkPrivateLayers, privateLayerName } from "./layers.ts";
 import {
   findVmmProcesses,
@@ -273,6 +274,7 @@ class Factory implements SandboxFactory {
   async resume(spec: ResumeSpec): Promise<RunningSandbox> {
     const { state } = spec;
     assertSameVmm(state.vm, await this.#options.vmm.identity);
+    await verifyDeviceState(state.deviceStatePath, state.deviceStateSum);
     return this.#start({
       identity: spec.identity,
       shape: state.shape,
@@ -908,6 +910,7 @@ class Running implements RunningSandbox {
       vm: await factory.vmm.identity,
       shape: this.#shape,
       deviceStatePath: taken.deviceStatePath,
+      deviceStateSum: await sumDeviceState(taken.deviceStatePath),
       memory: { sizeBytes: taken.memory.sizeBytes, layers: await linkPrivateLayers(memory, dir) },
       rootfs,
       ...(drives.length === 0 ? {} : { drives }),

@@ -29,6 +29,13 @@ export interface BootPlan {
   readonly extraBootArgs: readonly string[];
 }
 
+/** What a device state was when it was written. */
+export interface DeviceStateSum {
+  readonly sizeBytes: number;
+  /** `sha256:<hex>` */
+  readonly digest: string;
+}
+
 /**
  * A VM that stands still: device state, memory chain and disk chain that belong together. JSON, file
  * paths absolute. Enough to start any number of VMs from; nothing in it is ever written again.
@@ -39,6 +46,8 @@ export interface CapturedState {
   readonly vm: VmIdentity;
   readonly shape: VmShape;
   readonly deviceStatePath: string;
+  /** Absent in a state of a program that made none. */
+  readonly deviceStateSum?: DeviceStateSum;
   readonly memory: MemoryImage;
   readonly rootfs: DiskImage;
   /** Absent: none. */

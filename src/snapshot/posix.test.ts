@@ -42,6 +42,7 @@ function captured(dir: string, content: string): CapturedState {
     vm: { vmm: "qemu", vmmVersion: "10", mode: "tcg", cpuModel: "max", kernelVersion: "6.12" },
     shape: { vcpuCount: 1, memoryMiB: 256 },
     deviceStatePath: file("device.state", `device ${content}`),
+    deviceStateSum: { sizeBytes: 7 + content.length, digest: `sha256:${"0".repeat(64)}` },
     memory: {
       sizeBytes: 256 << 20,
       layers: [{ file: file("memory.lsmt", `memory ${content}`), uuid: newId() }],
@@ -92,6 +93,7 @@ test("a committed snapshot needs nothing of the capture and reads back complete"
   const state = read!.committed!.state;
   expect(read).toEqual(made);
   expect(readFileSync(state.deviceStatePath, "utf8")).toBe("device one");
+  expect(state.deviceStateSum).toEqual({ sizeBytes: 10, digest: `sha256:${"0".repeat(64)}` });
   expect(state.rootfs.lowers.map((layer) => readFileSync(layer.file, "utf8"))).toEqual([
     "the same base layer",
     "disk one",

@@ -1,5 +1,5 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { existsSync, mkdirSync, readdirSync, rmSync } from "node:fs";
+import { existsSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { runCommand } from "../../src/lib/command.ts";
 import type { CreateSandboxRequest } from "../../src/orchestrator/index.ts";
@@ -122,8 +122,29 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     await node.orchestrator.pause(id);
     const root = join(stateDir, "artifacts", id);
     const [generation] = readdirSync(root);
-    const disk = readdirSync(join(root, generation!)).find((name) => name.startsWith("disk-"))!;
-    await Bun.write(join(root, generation!, disk), "not a layer");
+    const stored = join(root, generation!);
+
+    const deviceState = join(stored, "device.state");
+    const written = readFileSync(deviceState);
+    // Any bit of it: a VMM would take most of them, and the guest go on with something else than it had.
+    for (const at of [0, written.length >> 1, written.length - 1]) {
+      const flipped = Buffer.from(written);
+      flipped[at]! ^= 1;
+      writeFileSync(deviceState, flipped);
+      await expect(node.orchestrator.resume(id, 60)).rejects.toMatchObject({
+        code: "device_state_damaged",
+        message: expect.stringMatching(/stays paused: the device state .*device\.state is damaged/),
+        remediation: expect.stringContaining("delete the sandbox"),
+      });
+      expect(node.orchestrator.get(id).state).toBe("paused");
+    }
+    writeFileSync(deviceState, written);
+    await node.orchestrator.resume(id, 60);
+    await node.orchestrator.pause(id);
+
+    const [again] = readdirSync(root);
+    const disk = readdirSync(join(root, again!)).find((name) => name.startsWith("disk-"))!;
+    await Bun.write(join(root, again!, disk), "not a layer");
     await expect(node.orchestrator.resume(id, 60)).rejects.toThrow(/stays paused.*layer|stays paused.*lsmt/i);
     expect(node.orchestrator.get(id).state).toBe("paused");
     await node.orchestrator.kill(id);
