@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <linux/stat.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,29 +12,33 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
-#ifndef STATX_MNT_ID
-#define STATX_MNT_ID 0x1000u
-#endif
-#ifndef STATX_ATTR_MOUNT_ROOT
-#define STATX_ATTR_MOUNT_ROOT 0x2000
-#endif
+// The kernel's `struct statx` (Linux 5.8 and newer, include/uapi/linux/stat.h) as far as it is read here: C libraries have
+// none, a shorter one, or one that does not go with the kernel's header.
+enum { MORE_MNT_ID = 0x1000, MORE_ATTR_MOUNT_ROOT = 0x2000 };
+struct more {
+  uint32_t mask, blksize;
+  uint64_t attributes;
+  uint64_t unused[16];
+  uint64_t mnt_id;
+  uint64_t spare[13];
+};
+_Static_assert(offsetof(struct more, mnt_id) == 0x90 && sizeof(struct more) == 0x100, "the kernel's layout");
 
-// Not every libc has the wrapper.
-static int stat_more(const char *path, unsigned mask, struct statx *out) {
+static int stat_more(const char *path, unsigned mask, struct more *out) {
   return syscall(SYS_statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, mask, out) ? -errno : 0;
 }
 
 // The top directory of the mount that dir is on: an unnamed file waiting there bothers no watch of the user's.
 static void mount_top(char *dir) {
-  struct statx here, up;
-  if (stat_more(dir, STATX_MNT_ID, &here) || !(here.stx_mask & STATX_MNT_ID)) return;
+  struct more here, up;
+  if (stat_more(dir, MORE_MNT_ID, &here) || !(here.mask & MORE_MNT_ID)) return;
   while (dir[1]) {
     char parent[PATH_MAX];
     snprintf(parent, sizeof parent, "%s", dir);
     char *slash = strrchr(parent, '/');
     if (!slash) return;
     slash[slash == parent] = 0;
-    if (stat_more(parent, STATX_MNT_ID, &up) || up.stx_mnt_id != here.stx_mnt_id) return;
+    if (stat_more(parent, MORE_MNT_ID, &up) || up.mnt_id != here.mnt_id) return;
     strcpy(dir, parent);
   }
 }
@@ -69,7 +72,7 @@ static void keep_xattrs(const char *from, int to) {
 
 int stage_open(stage *s, arena *a, const char *path, const account *u) {
   struct stat st;
-  struct statx sx;
+  struct more sx;
   char real[PATH_MAX];
   mode_t mode = 0644;
   bool exists = !stat(path, &st);
@@ -78,7 +81,7 @@ int stage_open(stage *s, arena *a, const char *path, const account *u) {
     if (!realpath(path, real)) return -errno;
     s->path = arena_strndup(a, real, strlen(real));
     mode = st.st_mode & 0777;
-    s->in_place = st.st_nlink > 1 || (!stat_more(real, 0, &sx) && sx.stx_attributes & STATX_ATTR_MOUNT_ROOT);
+    s->in_place = st.st_nlink > 1 || (!stat_more(real, 0, &sx) && sx.attributes & MORE_ATTR_MOUNT_ROOT);
   } else {
     s->path = arena_strndup(a, path, strlen(path));
     s->in_place = !lstat(path, &st); // a link to nothing

@@ -277,12 +277,12 @@ static int attach(int tree, const struct jail_entry *entry, mode_t mode) {
 }
 
 int jail_add(pid_t pid, const struct jail *jail) {
-  char path[64];
+  /* Static: what was looked at is told after the return. */
+  static char path[64], root_path[64];
   snprintf(path, sizeof path, "/proc/%d/ns/mnt", (int)pid);
   int space = open(path, O_RDONLY | O_CLOEXEC);
   STEP("find the jail of process", path, space);
   /* Where the namespace's own root lies elsewhere, as in a change of root, entering it would lead out of the jail. */
-  char root_path[64];
   snprintf(root_path, sizeof root_path, "/proc/%d/root", (int)pid);
   int root = open(root_path, O_PATH | O_DIRECTORY | O_CLOEXEC);
   STEP("find the root of process", root_path, root);
