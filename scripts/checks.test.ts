@@ -114,7 +114,7 @@ describe("scripts/test.sh", () => {
   });\n`;
 
   beforeEach(() => {
-    copy("scripts/test.sh", "scripts/versions.sh");
+    copy("scripts/test.sh", "scripts/test-report.ts", "scripts/versions.sh");
     for (const name of STUBS) put(name, "#!/bin/sh\n", 0o755);
     for (const name of ["src", "ffi", "tests/e2e", "tests/agent", "tests/fuzz", "tests/rig"])
       mkdirSync(join(dir, name), { recursive: true });
@@ -143,7 +143,7 @@ describe("scripts/test.sh", () => {
     file("bad", BAD);
     const { exitCode, end, last } = outcome();
     expect([exitCode, last]).toEqual([1, "3 passed, 1 failed, 1 skipped"]);
-    expect(end).toContain("failed:\nunit: is wrong\n    error: expect(received).toBe(expected)\n");
+    expect(end).toContain("failed:\nunit: is wrong\n    AssertionError: expect(received).toBe(expected)\n");
     expect(outcome("goo")).toMatchObject({ exitCode: 0, last: "3 passed, 0 failed, 1 skipped" });
     expect(outcome("bad")).toMatchObject({ exitCode: 1, last: "2 passed, 1 failed, 0 skipped" });
   });
@@ -158,7 +158,7 @@ describe("scripts/test.sh", () => {
     for (const name of [
       "tests/killed.test.ts (worker crashed",
       "tests/early.test.ts (worker crashed",
-      "tests/unloadable.test.ts (error between tests)",
+      "tests/unloadable.test.ts (could not be loaded)",
     ])
       expect(all.end).toContain(`\nunit: ${name}`);
     // Alone there is no process above it that tells.
@@ -180,7 +180,7 @@ describe("scripts/test.sh", () => {
     const once = outcome();
     expect([once.exitCode, once.last]).toEqual([0, "4 passed, 0 failed, 1 skipped"]);
     expect(once.end).toContain(
-      "failed beside other tests, passed alone:\nunit: once\n    error: the first time",
+      "failed beside other tests, passed alone:\nunit: once\n    Error: the first time",
     );
     for (const [name, text] of [
       ["bad", BAD],

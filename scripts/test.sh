@@ -29,12 +29,28 @@ suite() { # name, timeout seconds, bun test arguments; $runner: what they run un
   status=${PIPESTATUS[0]}
   count "$name" "$status"
 }
+# Several files at once; what failed is in a report beside the log.
+parallel() { # name, timeout seconds, timeout of a test in ms, files
+  local name=$1 limit=$2 ms=$3; shift 3
+  suite "$name" "$limit" --parallel=2 --timings=tests/timings.json --timeout "$ms" \
+    --reporter=junit --reporter-outfile="$work/$name.xml" "${@/#/./}"
+  [[ -e $work/$name.xml ]] || return
+  bun scripts/test-report.ts "$name" "$work/$name.xml" "$(summed fail "$name")" "$(summed error "$name")" "$@" > "$work/reported"
+  grep '^suite ' "$work/$name.failures" >> "$work/reported"
+  mv "$work/reported" "$work/$name.failures"
+  again "$name" "$ms"
+}
+summed() { # pass, fail, skip or error; name: the last line of bun's that counts them
+  local n
+  n=$(sed -nE "s/^ *([0-9]+) $1s?\$/\1/p" "$work/$2.log" | tail -1)
+  echo "${n:-0}"
+}
 count() { # name, status
   local name=$1 rc=$2 p f s t
   local log=$work/$name.log
-  p=$(sed -nE 's/^ *([0-9]+) pass$/\1/p' "$log" | tail -1) f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
-  s=$(sed -nE 's/^ *([0-9]+) skip$/\1/p' "$log" | tail -1) t=$(grep -cE '^Ran [0-9]+ tests? across' "$log")
-  passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
+  p=$(summed pass "$name") f=$(summed fail "$name") s=$(summed skip "$name")
+  t=$(grep -cE '^Ran [0-9]+ tests? across' "$log")
+  passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
   # the name of each failed test, with the last error printed before it; files that died or could not be loaded
   awk -v suite="$name" '
     /^[[:alnum:]_.\/-]+\.test\.ts:$/{file = substr($0, 1, length($0) - 1); why = ""}
@@ -47,7 +63,7 @@ count() { # name, status
     /^\((pass|skip)\) /{why = ""; lines = 0; next}
     lines > 0 && lines < 12 && NF > 0 {why = why "\n    " substr($0, 1, 400); lines++}' "$log" > "$work/$name.failures"
   # No summary (killed, exited early) or a bad status without a counted failure is a failure of its own.
-  if [[ $t == 0 || ( $rc != 0 && ${f:-0} == 0 ) ]]; then
+  if [[ $t == 0 || ( $rc != 0 && $f == 0 ) ]]; then
     echo "suite $name ended with status $rc and without a complete report" | tee -a "$work/$name.failures"; failed=$((failed + 1))
   fi
 }
@@ -55,16 +71,15 @@ count() { # name, status
 # What failed beside others runs once more alone, a few files at most: time limits of theirs are not meant for processors
 # that are shared. It has to pass there, and is told at the end.
 again() { # name, timeout of a test in ms
-  local name=$1 limit=$2 log=$work/$1.log files f
-  f=$(sed -nE 's/^ *([0-9]+) fail$/\1/p' "$log" | tail -1)
-  # Lists like that at the end may stand in between, where a file runs others; behind the last file's name it is the end.
-  mapfile -t files < <(awk '
-    /^[[:alnum:]_.\/-]+\.test\.ts:$/{for (f in listed) print f; delete listed; ends = 0; file = substr($0, 1, length($0) - 1)}
-    /^[0-9]+ tests? (failed|skipped):$/{ends = 1}
-    /^✗ .* \(worker crashed: /{print $2}
-    /^# Unhandled error between tests/{print file}
-    /^\(fail\) /{if (ends) listed[file] = 1; else print file}' "$log" | sort -u)
-  ((${f:-0} > 0 && ${#files[@]} > 0 && ${#files[@]} <= 4)) || return 0
+  local name=$1 limit=$2 files=() f
+  f=$(summed fail "$name")
+  if [[ -e $work/$name.xml.files ]]; then mapfile -t files < "$work/$name.xml.files"
+  elif [[ ! -e $work/$name.xml ]]; then
+    mapfile -t files < <(awk '
+      /^[[:alnum:]_.\/-]+\.test\.ts:$/{file = substr($0, 1, length($0) - 1)}
+      /^# Unhandled error between tests/ || /^\(fail\) /{print file}' "$work/$name.log" | sort -u)
+  fi
+  ((f > 0 && ${#files[@]} > 0 && ${#files[@]} <= 4)) || return 0
   for file in "${files[@]}"; do
     note "once more, alone: $file"
     timeout --kill-after=20 600 bun test --timeout "$limit" "./$file" 2>&1 | tee "$work/alone.log"
@@ -127,7 +142,7 @@ if ((${#e2e[@]})); then
   scripts/make-debian-image.sh .aenv/image > "$work/image.log" 2>&1 &
   behind[image]=$!
 fi
-((${#unit[@]} == 0)) || { suite unit 900 --parallel=2 --timings=tests/timings.json --timeout 30000 "${unit[@]/#/./}"; again unit 30000; }
+((${#unit[@]} == 0)) || parallel unit 900 30000 "${unit[@]}"
 if [[ -n ${behind["agent under sanitizers"]:-} ]]; then
   report "agent under sanitizers"
   AENV_ENVD=build/san/envd again "agent under sanitizers" 60000
@@ -138,7 +153,7 @@ if ((${#e2e[@]})); then
   unset "behind[image]"
   cat "$work/image.log"
 fi
-((${#e2e[@]} == 0)) || { suite e2e 1200 --parallel=2 --timings=tests/timings.json --timeout 180000 "${e2e[@]/#/./}"; again e2e 180000; }
+((${#e2e[@]} == 0)) || parallel e2e 1200 180000 "${e2e[@]}"
 
 parts=()
 if ((${#rig[@]})); then
