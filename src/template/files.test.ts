@@ -48,7 +48,7 @@ const staged = (): string[] => readdirSync(join(root, "staging"));
 test("an archive is there once it is whole and checked, for its template alone, also after a restart", async () => {
   const store = await open();
   expect(await store.has(T1, hash("a"))).toBe(false);
-  await store.put(T1, hash("a"), pieces(compress(archive(), "gzip")), never);
+  await store.put(T1, hash("a"), pieces(compress(archive(), "gzip")), { signal: never });
   expect(await store.has(T1, hash("a"))).toBe(true);
   expect(await store.has(T2, hash("a"))).toBe(false);
   expect(await store.has(T1, hash("b"))).toBe(false);
@@ -62,10 +62,10 @@ test("an archive is there once it is whole and checked, for its template alone, 
 
 test("what is cut off, too large, not an archive or given up leaves nothing, and what was there stays", async () => {
   const store = await open({ maxUploadBytes: 4096 });
-  await store.put(T1, hash("a"), pieces(archive("first")), never);
+  await store.put(T1, hash("a"), pieces(archive("first")), { signal: never });
   const before = (await store.lease(T1, hash("a")))!.size;
   const put = (bytes: Uint8Array, declared?: number) =>
-    store.put(T1, hash("a"), pieces(bytes), never, declared);
+    store.put(T1, hash("a"), pieces(bytes), { signal: never, declaredBytes: declared });
   await expect(put(archive().subarray(0, 1000))).rejects.toMatchObject({
     code: "invalid_archive",
     status: 400,
@@ -80,7 +80,7 @@ test("what is cut off, too large, not an archive or given up leaves nothing, and
   const gone = pieces(archive(), () => {
     throw new Error("the client is gone");
   });
-  await expect(store.put(T1, hash("a"), gone, never)).rejects.toThrow("the client is gone");
+  await expect(store.put(T1, hash("a"), gone, { signal: never })).rejects.toThrow("the client is gone");
   expect((await store.lease(T1, hash("a")))?.size).toBe(before);
   expect(staged()).toEqual([]);
 });
@@ -90,10 +90,10 @@ test("a full disk is told as such and frees what was written", async () => {
   expect(Bun.spawnSync(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", root]).exitCode).toBe(0);
   try {
     const store = await open();
-    const large = store.put(T1, hash("a"), pieces(archive("z".repeat(600_000))), never);
+    const large = store.put(T1, hash("a"), pieces(archive("z".repeat(600_000))), { signal: never });
     await expect(large).rejects.toMatchObject({ code: "disk_full", status: 507 });
     expect(staged()).toEqual([]);
-    await store.put(T1, hash("a"), pieces(archive()), never);
+    await store.put(T1, hash("a"), pieces(archive()), { signal: never });
     expect(await store.has(T1, hash("a"))).toBe(true);
   } finally {
     Bun.spawnSync(["umount", root]);
@@ -102,7 +102,8 @@ test("a full disk is told as such and frees what was written", async () => {
 
 test("a short file is not served; the oldest go first when all of them are too much, leased ones stay", async () => {
   const store = await open({ maxTotalBytes: 25_000 });
-  const put = (digit: string) => store.put(T1, hash(digit), pieces(archive("w".repeat(9000))), never);
+  const put = (digit: string) =>
+    store.put(T1, hash(digit), pieces(archive("w".repeat(9000))), { signal: never });
   await put("a");
   await put("b");
   const old = new Date(Date.now() - 60_000);

@@ -142,17 +142,21 @@ export class FileStore {
 
   /**
    * Stores an upload: all of it read, checked member by member and synced before it counts. On any error
-   * nothing of it stays and what was there before is untouched. Errors: `invalid_archive` 400,
-   * `upload_too_large` 413, `disk_full` 507.
+   * nothing of it stays and what was there before is untouched. `admit` is given the step that makes it count, to run
+   * it once or to throw. Errors: `invalid_archive` 400, `upload_too_large` 413, `disk_full` 507.
    */
   async put(
     templateId: string,
     hash: string,
     body: AsyncIterable<Uint8Array>,
-    signal: AbortSignal,
-    declaredBytes?: number,
+    options: {
+      readonly signal: AbortSignal;
+      readonly declaredBytes?: number;
+      readonly admit?: (publish: () => Promise<void>) => Promise<void>;
+    },
   ): Promise<void> {
     const { maxUploadBytes, archive, root } = this.#options;
+    const { signal, declaredBytes, admit = (publish) => publish() } = options;
     if (declaredBytes !== undefined && declaredBytes > maxUploadBytes) throw tooLarge(maxUploadBytes);
     const staged = join(this.#staging, `${process.pid}-${this.#uploads++}.tar`);
     const hasher = new Bun.CryptoHasher("sha256");
@@ -192,11 +196,13 @@ export class FileStore {
         members: members.length,
         contentBytes,
       };
-      signal.throwIfAborted();
-      await makeDirDurable(join(root, templateId));
-      // Between the two the sizes may differ: then it is "not here" and is uploaded again.
-      await rename(staged, this.#path(templateId, hash, "tar"));
-      await writeDurable(this.#path(templateId, hash, "json"), `${JSON.stringify(meta)}\n`);
+      await admit(async () => {
+        signal.throwIfAborted();
+        await makeDirDurable(join(root, templateId));
+        // Between the two the sizes may differ: then it is "not here" and is uploaded again.
+        await rename(staged, this.#path(templateId, hash, "tar"));
+        await writeDurable(this.#path(templateId, hash, "json"), `${JSON.stringify(meta)}\n`);
+      });
     } catch (error) {
       throw diskFault(error);
     } finally {
@@ -226,7 +232,7 @@ export class FileStore {
     const found: { base: string; size: number; usedAt: number }[] = [];
     for (const templateId of await readdir(root)) {
       if (templateId === "staging") continue;
-      for (const name of await readdir(join(root, templateId))) {
+      for (const name of (await orUndefined(readdir(join(root, templateId)))) ?? []) {
         if (!name.endsWith(".json")) continue;
         const base = join(root, templateId, name.slice(0, -".json".length));
         const [meta, tar] = await Promise.all([stat(`${base}.json`), stat(`${base}.tar`)].map(orUndefined));

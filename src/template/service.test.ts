@@ -1,5 +1,5 @@
 // biome-ignore-all lint/suspicious/noTemplateCurlyInString: words of Dockerfiles.
-import { afterAll, afterEach, beforeAll, beforeEach, expect, test } from "bun:test";
+import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
 import {
   chownSync,
   existsSync,
@@ -502,6 +502,170 @@ test("deletion: refused while a build runs, complete afterwards, 404 for what is
   expect(readdirSync(join(repository.stagingDir, "logs"))).toEqual([]);
   expect(deletions).toBe(1);
   await expect(templates.delete("app")).rejects.toMatchObject({ code: "template_not_found", status: 404 });
+});
+
+/** Stops the next call of a repository's method, before it or with its result, until it is let go. */
+class Standstill {
+  readonly #stops = new Map<string, { before: boolean; reached: () => void; go: Promise<void> }>();
+
+  constructor(private readonly real: SnapshotRepository) {}
+
+  at(method: keyof SnapshotRepository, when: "before" | "after") {
+    const reached = Promise.withResolvers<void>();
+    const go = Promise.withResolvers<void>();
+    this.#stops.set(method, { before: when === "before", reached: reached.resolve, go: go.promise });
+    return { reached: reached.promise, letGo: go.resolve };
+  }
+
+  repository(): SnapshotRepository {
+    return new Proxy(this.real, {
+      get: (real, name) => {
+        const value: unknown = Reflect.get(real, name, real);
+        if (typeof value !== "function") return value;
+        return async (...args: unknown[]) => {
+          const stop = this.#stops.get(String(name));
+          this.#stops.delete(String(name));
+          const wait = (): Promise<void> => {
+            stop?.reached();
+            return stop?.go ?? Promise.resolve();
+          };
+          if (stop?.before) await wait();
+          const result: unknown = await value.apply(real, args);
+          if (stop?.before === false) await wait();
+          return result;
+        };
+      },
+    });
+  }
+}
+
+describe("a template that is deleted meanwhile", () => {
+  let stand: Standstill;
+
+  beforeEach(async () => {
+    await templates[Symbol.asyncDispose]();
+    stand = new Standstill(repository);
+    repository = stand.repository();
+    templates = open();
+    await templates.start();
+  });
+
+  /** Nothing of it: neither records nor names, logs or uploaded files. */
+  async function expectNothing(): Promise<void> {
+    expect(await repository.list()).toEqual([]);
+    const root = join(home, "repository");
+    expect(readdirSync(join(root, "catalog/records"))).toEqual([]);
+    expect(readdirSync(join(root, "catalog/aliases"))).toEqual([]);
+    expect(readdirSync(join(repository.stagingDir, "logs"))).toEqual([]);
+    expect(readdirSync(join(repository.stagingDir, "files"))).toEqual(["staging"]);
+    expect(readdirSync(join(repository.stagingDir, "files/staging"))).toEqual([]);
+  }
+
+  const start = ({ templateId, buildId }: { templateId: string; buildId: string }) =>
+    templates.startBuild(templateId, buildId, { fromImage: "x", steps: [] });
+
+  /** Of work that is under way: `done`, or code and status of its error. */
+  const outcome = (work: Promise<unknown>): Promise<string> =>
+    work.then(
+      () => "done",
+      (error: unknown) => (error instanceof AenvError ? `${error.code} ${error.status}` : String(error)),
+    );
+
+  test("a build that was looked up before and starts after it is refused", async () => {
+    const made = await templates.create({ name: "app", tags: [] });
+    const look = stand.at("get", "after");
+    const started = outcome(start(made));
+    await look.reached;
+    await templates.delete("app");
+    look.letGo();
+    expect(await started).toBe("build_not_found 404");
+    await expectNothing();
+    expect(factory.starts).toBe(0);
+  });
+
+  test("what comes while it is being deleted waits, and finds nothing: builds, files, tags, publication", async () => {
+    const made = await templates.create({ name: "app", tags: [] });
+    const removal = stand.at("delete", "before");
+    const deleted = templates.delete("app");
+    await removal.reached;
+    const late = [
+      start(made),
+      upload(made.templateId, HASH_OF("a"), [{ path: "f", content: "f" }]),
+      templates.assignTags("app", ["v2"]),
+      templates.setPublic("app", false),
+    ].map(outcome);
+    const again = templates.create({ name: "app", tags: [] });
+    const twice = outcome(templates.delete("app"));
+    await Bun.sleep(20);
+    removal.letGo();
+    expect([await outcome(deleted), await twice]).toEqual(["done", "done"]);
+    expect(await Promise.all(late)).toEqual([
+      "build_not_found 404",
+      ...Array.from({ length: 3 }, () => "template_not_found 404"),
+    ]);
+    // A new one of that name, as if it had been asked for after.
+    const { templateId, buildId } = await again;
+    expect(templateId).toBe(buildId);
+    expect(templateId).not.toBe(made.templateId);
+    expect((await repository.list()).map(({ id }) => id)).toEqual([buildId]);
+    await start({ templateId, buildId });
+    expect((await ended(templateId, buildId)).build.status).toBe("ready");
+    await templates.delete("app");
+    await expectNothing();
+    expect(deletions).toBe(2);
+  });
+
+  test("a deletion that comes while a build is being accepted waits, and is refused", async () => {
+    const made = await templates.create({ name: "app", tags: [] });
+    const go = join(home, "go");
+    const mark = stand.at("put", "before");
+    const started = templates.startBuild(made.templateId, made.buildId, { steps: [untilThere(go)] });
+    await mark.reached;
+    const deleted = outcome(templates.delete("app"));
+    await Bun.sleep(20);
+    mark.letGo();
+    await started;
+    expect(await deleted).toBe("template_busy 409");
+    writeFileSync(go, "");
+    expect((await ended(made.templateId, made.buildId)).build.status).toBe("ready");
+    await templates.delete("app");
+    await expectNothing();
+  });
+
+  test("a stop that begins while a build is being accepted ends that build, too", async () => {
+    const made = await templates.create({ name: "app", tags: [] });
+    const mark = stand.at("put", "before");
+    const started = templates.startBuild(made.templateId, made.buildId, { steps: [untilThere("/never")] });
+    await mark.reached;
+    const stopped = templates[Symbol.asyncDispose]();
+    mark.letGo();
+    await Promise.all([started, stopped]);
+    expect((await repository.get(made.buildId))?.source).toMatchObject({
+      build: { status: "error", reason: { message: expect.stringContaining("shutting down") } },
+    });
+  });
+
+  test("starts and deletions at any distance: the one or the other, and nothing is left", async () => {
+    for (let round = 0; round < 12; round++) {
+      const made = await templates.create({ name: "app", tags: [] });
+      const later = async (ms: number, work: () => Promise<void>) => {
+        await Bun.sleep(ms);
+        return outcome(work());
+      };
+      const { templateId, buildId } = made;
+      const steps = [untilThere("/never")];
+      const [began, gone] = await Promise.all([
+        later(round % 4, () => templates.startBuild(templateId, buildId, { steps })),
+        later(round / 4, () => templates.delete("app")),
+      ]);
+      expect(["done/template_busy 409", "build_not_found 404/done"]).toContain(`${began}/${gone}`);
+      if (began === "done") {
+        await templates.cancel(made.templateId, made.buildId);
+        await templates.delete("app");
+      }
+      await expectNothing();
+    }
+  });
 });
 
 test("a restart fails builds that were under way, keeps waiting ones, and logs of ended ones stay readable", async () => {

@@ -93,6 +93,8 @@ class Templates implements TemplateService {
   readonly #starting = new Set<string>();
   /** Builds that are committed and do not have their names yet: not ready for who waits for them. */
   readonly #publishing = new Set<string>();
+  /** The last work that was asked for per template, see {@link #inTurn}. */
+  readonly #turns = new Map<string, Promise<unknown>>();
   #closing = false;
 
   constructor(options: TemplateServiceOptions) {
@@ -166,6 +168,22 @@ class Templates implements TemplateService {
     for (const name of names) await this.#options.repository.bindAlias(name, id);
   }
 
+  /**
+   * What changes the records of a template, one after the other: a build that is accepted is there for a deletion, and
+   * what comes after a deletion finds nothing. What a build does once it was accepted needs no turn: it is in the table
+   * of active ones.
+   */
+  async #inTurn<T>(templateId: string, action: () => Promise<T>): Promise<T> {
+    const before = this.#turns.get(templateId) ?? Promise.resolve();
+    const turn = before.then(action, action);
+    this.#turns.set(templateId, turn);
+    try {
+      return await turn;
+    } finally {
+      if (this.#turns.get(templateId) === turn) this.#turns.delete(templateId);
+    }
+  }
+
   // ---- names ------------------------------------------------------------------------------------
 
   async create(
@@ -234,9 +252,9 @@ class Templates implements TemplateService {
         createdAt: now,
         updatedAt: now,
       };
-      await repository.put(record);
       if (owner === undefined) {
         // A new template owns its names at once; a rebuild gets them when it is ready.
+        await repository.put(record);
         try {
           await this.#bind(names, id);
         } catch (error) {
@@ -244,6 +262,14 @@ class Templates implements TemplateService {
           if (error instanceof AenvError && error.code === "alias_conflict" && attempt < 5) continue;
           throw error;
         }
+      } else {
+        const added = await this.#inTurn(owner.templateId, async () => {
+          // Deleted since it was looked up: the name is free, or another one's.
+          if ((await this.#owner(name.base))?.templateId !== owner.templateId) return false;
+          await repository.put(record);
+          return true;
+        });
+        if (!added) continue;
       }
       return { templateId: record.templateId, buildId: id, alias: name.base, tags };
     }
@@ -269,19 +295,30 @@ class Templates implements TemplateService {
     const { repository, log, onDeleted } = this.#options;
     const record = await repository.resolve(name);
     if (record === undefined) throw notFound(name);
-    const doomed =
-      record.source.kind === "sandbox"
-        ? [record]
-        : (await repository.list()).filter((build) => build.templateId === record.templateId);
-    await this.#settle(doomed);
-    this.#refuseWhileBuilding(doomed, `template ${name} cannot be deleted`);
-    for (const build of doomed) {
-      await repository.delete(build.id);
-      await removeTree(this.#logPath(build.id));
+    await this.#inTurn(record.templateId, async () => {
+      const doomed = await this.#recordsWith(record);
+      // Another deletion was faster: it is as wished.
+      if (doomed.length === 0) return;
+      await this.#settle(doomed);
+      this.#refuseWhileBuilding(doomed, `template ${name} cannot be deleted`);
+      for (const build of doomed) {
+        await repository.delete(build.id);
+        await removeTree(this.#logPath(build.id));
+      }
+      await this.#files.remove(record.templateId);
+      log.info({ templateId: record.templateId, builds: doomed.length }, "template deleted");
+      onDeleted?.();
+    });
+  }
+
+  /** All builds of a record's template, or the snapshot by itself; none when it is gone. */
+  async #recordsWith(record: SnapshotRecord): Promise<SnapshotRecord[]> {
+    const { repository } = this.#options;
+    if (record.source.kind === "template") {
+      return (await this.list()).filter((build) => build.templateId === record.templateId);
     }
-    await this.#files.remove(record.templateId);
-    log.info({ templateId: record.templateId, builds: doomed.length }, "template deleted");
-    onDeleted?.();
+    const snapshot = await repository.get(record.id);
+    return snapshot === undefined ? [] : [snapshot];
   }
 
   /** Waits for builds that have ended by their record and are still being cleared away. */
@@ -311,10 +348,13 @@ class Templates implements TemplateService {
     const names = tags.map((tag) => parseAlias(`${base}:${tag}`));
     const record = await this.#options.repository.resolve(target);
     if (record === undefined || record.source.kind !== "template") throw notFound(target);
-    await this.#bind(
-      names.map((name) => formatName(name.base, name.tag)),
-      record.id,
-    );
+    await this.#inTurn(record.templateId, async () => {
+      if ((await this.#options.repository.get(record.id)) === undefined) throw notFound(target);
+      await this.#bind(
+        names.map((name) => formatName(name.base, name.tag)),
+        record.id,
+      );
+    });
     return { buildId: record.id, tags: [...new Set(names.map((name) => name.tag))] };
   }
 
@@ -351,18 +391,21 @@ class Templates implements TemplateService {
   }
 
   async setPublic(name: string, isPublic: boolean): Promise<string[]> {
-    const builds = await this.#builds(name);
-    // A running build stores its own record: a change from here could undo it.
-    await this.#settle(builds);
-    this.#refuseWhileBuilding(builds, `template ${name} cannot be changed`);
-    for (const build of builds) {
-      if (build.public !== isPublic) await this.#options.repository.put({ ...build, public: isPublic });
-    }
-    return [...new Set(builds.flatMap((build) => build.aliases))];
+    const [{ templateId }] = await this.#builds(name);
+    return await this.#inTurn(templateId, async () => {
+      const builds = await this.#builds(templateId);
+      // A running build stores its own record: a change from here could undo it.
+      await this.#settle(builds);
+      this.#refuseWhileBuilding(builds, `template ${name} cannot be changed`);
+      for (const build of builds) {
+        if (build.public !== isPublic) await this.#options.repository.put({ ...build, public: isPublic });
+      }
+      return [...new Set(builds.flatMap((build) => build.aliases))];
+    });
   }
 
   /** All builds of a template that is there under an id or a name. */
-  async #builds(name: string): Promise<SnapshotRecord[]> {
+  async #builds(name: string): Promise<[SnapshotRecord, ...SnapshotRecord[]]> {
     const { repository } = this.#options;
     const parsed = parseName(name);
     const record =
@@ -370,8 +413,9 @@ class Templates implements TemplateService {
       (parsed === undefined || parsed.isId ? undefined : await this.#owner(parsed.base));
     const templateId = record?.templateId ?? name.toLowerCase();
     const builds = (await this.list()).filter((build) => build.templateId === templateId);
-    if (builds.length === 0) throw notFound(name);
-    return builds;
+    const [first, ...others] = builds;
+    if (first === undefined) throw notFound(name);
+    return [first, ...others];
   }
 
   // ---- builds -----------------------------------------------------------------------------------
@@ -457,7 +501,13 @@ class Templates implements TemplateService {
   ): Promise<void> {
     this.#refuseWhenClosing();
     const owner = await this.#filesOwner(templateId, hash);
-    await this.#files.put(owner, hash, body, options.signal, options.declaredBytes);
+    const admit = (publish: () => Promise<void>): Promise<void> =>
+      this.#inTurn(owner, async () => {
+        // It may have been deleted during the upload.
+        await this.#filesOwner(owner, hash);
+        await publish();
+      });
+    await this.#files.put(owner, hash, body, { ...options, admit });
   }
 
   async pinnedFiles(): Promise<ReadonlySet<string>> {
@@ -470,7 +520,6 @@ class Templates implements TemplateService {
   }
 
   async startBuild(templateId: string, buildId: string, request: BuildStartRequest): Promise<void> {
-    const { repository, log } = this.#options;
     this.#refuseWhenClosing();
     if (request.fromImage !== undefined && request.fromTemplate !== undefined) {
       throw new AenvError({
@@ -494,7 +543,19 @@ class Templates implements TemplateService {
       parseSteps(steps, { dockerfile, stage: name ?? `stage ${index}`, stages: index }),
     );
     const steps = parseSteps(request.steps, { dockerfile, stages: stages.length });
-    const record = await this.#find(templateId, buildId);
+    const { templateId: owner } = await this.#find(templateId, buildId);
+    await this.#inTurn(owner, async () =>
+      this.#accept(await this.#find(templateId, buildId), { steps, stageSteps }, request),
+    );
+  }
+
+  /** Its turn. On return the build is durably marked as one that runs, and is active. */
+  async #accept(
+    record: SnapshotRecord,
+    parsed: Pick<BuildOrder, "steps" | "stageSteps">,
+    request: BuildStartRequest,
+  ): Promise<void> {
+    const { repository, log } = this.#options;
     const { status } = buildOf(record);
     if (status !== "waiting" || this.#active.has(record.id) || this.#starting.has(record.id)) {
       throw new AenvError({
@@ -524,14 +585,11 @@ class Templates implements TemplateService {
       const buildLog = new BuildLog([], (entry) => log.debug({ buildId: record.id, ...entry }, "build log"));
       const abort = new AbortController();
       const done = this.#gate
-        .run(
-          () => this.#execute(building, { steps, stageSteps }, request, buildLog, abort.signal),
-          abort.signal,
-        )
+        .run(() => this.#execute(building, parsed, request, buildLog, abort.signal), abort.signal)
         .catch(async (error: unknown) => {
           // Cancelled while it waited: it is recorded as any build that ends early.
           if (error !== abort.signal.reason || !abort.signal.aborted) throw error;
-          await this.#execute(building, { steps, stageSteps }, request, buildLog, abort.signal);
+          await this.#execute(building, parsed, request, buildLog, abort.signal);
         })
         .catch((error: unknown) =>
           log.error({ err: error, buildId: record.id }, "the end of a build was not recorded"),
@@ -651,9 +709,15 @@ class Templates implements TemplateService {
 
   async [Symbol.asyncDispose](): Promise<void> {
     this.#closing = true;
-    const active = [...this.#active.values()];
-    for (const build of active) build.abort.abort(new Error("the server is shutting down"));
-    await Promise.all(active.map((build) => build.done));
+    const end = (): Promise<void>[] =>
+      [...this.#active.values()].map(({ abort, done }) => {
+        abort.abort(new Error("the server is shutting down"));
+        return done;
+      });
+    const ended = end();
+    // One that was being accepted is active after its turn.
+    await Promise.allSettled(this.#turns.values());
+    await Promise.all([...ended, ...end()]);
   }
 }
 
