@@ -15,6 +15,7 @@ import type {
 } from "../orchestrator/types.ts";
 import { type Front, startFront } from "../proxy/index.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
+import { logOf } from "../template/log-reader.ts";
 import type { BuildStartRequest, TemplateCreateRequest } from "../template/types.ts";
 import { errorResponse } from "./errors.ts";
 import { IdempotentCalls } from "./idempotency.ts";
@@ -196,7 +197,7 @@ function fakeTemplates() {
       return {
         record: template,
         build: { status: "error", reason: { message: "RUN failed", step: "1" } },
-        logs,
+        logs: logOf(() => logs),
       };
     },
     list: async () => [template],

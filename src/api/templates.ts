@@ -1,15 +1,12 @@
 import { AenvError } from "../lib/errors.ts";
 import type { Observer, SpawnCount } from "../observability/types.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
-import type { BuildLogEntry } from "../template/types.ts";
 import { badRequest } from "./errors.ts";
 import { paginate } from "./pagination.ts";
 import { type Route, route } from "./route.ts";
 import * as schema from "./schemas.ts";
 import { tagRoutes } from "./tags.ts";
 import type { ApiTemplates } from "./types.ts";
-
-const LEVELS = ["debug", "info", "warn", "error"] as const;
 
 function templateNotFound(name: string): AenvError {
   return new AenvError({
@@ -81,14 +78,6 @@ function templateJson(view: TemplateView, spawns: SpawnCount) {
     envdVersion: view.current.committed?.state.envdVersion ?? "0.0.0",
     buildStatus: buildStatus(view.current),
   };
-}
-
-function atLeast(
-  entries: readonly BuildLogEntry[],
-  level: (typeof LEVELS)[number] | undefined,
-): BuildLogEntry[] {
-  const minimum = level === undefined ? 0 : LEVELS.indexOf(level);
-  return entries.filter((entry) => LEVELS.indexOf(entry.level) >= minimum);
 }
 
 function spawnJson({ count, lastAtMs }: SpawnCount) {
@@ -195,7 +184,11 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
       errors: [400, 404],
       run: async ({ params, query }) => {
         const { record, build, logs } = await templates.build(params.id!, params.build!);
-        const entries = atLeast(logs, query.level).slice(query.logsOffset, query.logsOffset + query.limit);
+        const entries = await logs.select({
+          ...defined({ level: query.level }),
+          offset: query.logsOffset,
+          limit: query.limit,
+        });
         return {
           status: 200,
           json: {
@@ -209,7 +202,7 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
                   reason: {
                     message: build.reason?.message ?? "the build failed",
                     ...(build.reason?.step === undefined ? {} : { step: build.reason.step }),
-                    logEntries: logs.slice(-50),
+                    logEntries: (await logs.select({ backward: true, limit: 50 })).toReversed(),
                   },
                 }
               : {}),
@@ -228,15 +221,12 @@ export function templateRoutes(templates: ApiTemplates, observer: Pick<Observer,
       errors: [400, 404],
       run: async ({ params, query }) => {
         const { logs } = await templates.build(params.id!, params.build!);
-        const entries = atLeast(logs, query.level);
-        const ordered = query.direction === "forward" ? entries : entries.toReversed();
-        const cursor = query.cursor;
-        const window = ordered.filter((entry) => {
-          if (cursor === undefined) return true;
-          const at = Date.parse(entry.timestamp);
-          return query.direction === "forward" ? at >= cursor : at <= cursor;
+        const entries = await logs.select({
+          ...defined({ level: query.level, cursorMs: query.cursor }),
+          backward: query.direction === "backward",
+          limit: query.limit,
         });
-        return { status: 200, json: { logs: window.slice(0, query.limit) } };
+        return { status: 200, json: { logs: entries } };
       },
     }),
     route({

@@ -1,4 +1,4 @@
-import { appendFile, readFile } from "node:fs/promises";
+import { appendFile, type FileHandle, open } from "node:fs/promises";
 import { errorCode } from "../lib/durable.ts";
 import type { ProgressEvent, ProgressSink } from "../lib/progress.ts";
 import type { BuildLogEntry } from "./types.ts";
@@ -171,18 +171,20 @@ export class LogFile implements AsyncDisposable {
   }
 }
 
-/** The entries of a log file; a line that a crash cut off is left out. No file: none. */
-export async function readLogFile(path: string): Promise<BuildLogEntry[]> {
-  let text: string;
+/** Ends a line that a crash cut off, so that what is written next is a line of its own. No file: nothing. */
+export async function endLogLine(path: string): Promise<void> {
+  let opened: FileHandle;
   try {
-    text = await readFile(path, "utf8");
+    opened = await open(path, "r+");
   } catch (error) {
-    if (errorCode(error) === "ENOENT") return [];
+    if (errorCode(error) === "ENOENT") return;
     throw error;
   }
-  const lines = text.split("\n");
-  lines.pop();
-  return lines.map((line) => JSON.parse(line) as BuildLogEntry);
+  await using file = opened;
+  const { size } = await file.stat();
+  if (size === 0) return;
+  const { buffer } = await file.read(Buffer.alloc(1), 0, 1, size - 1);
+  if (buffer[0] !== 10) await file.write("\n", size);
 }
 
 function describe(event: ProgressEvent): string {

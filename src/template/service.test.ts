@@ -24,11 +24,11 @@ import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
 import { createLogger } from "../lib/log.ts";
 import { createPosixRepository } from "../snapshot/index.ts";
-import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
+import type { BuildRecord, SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
 import type { ArchiveMember } from "./archive.ts";
 import { createTemplateService } from "./index.ts";
 import { matchSources, stageSource } from "./pack.ts";
-import type { BuildStartRequest, TemplateService } from "./types.ts";
+import type { BuildLogEntry, BuildStartRequest, TemplateService } from "./types.ts";
 
 const log = createLogger("test");
 log.level = "silent";
@@ -118,7 +118,11 @@ afterEach(async () => {
   expect(readdirSync(join(repository.stagingDir, "captures"))).toEqual([]);
 });
 
-type Ended = Awaited<ReturnType<TemplateService["build"]>>;
+interface Ended {
+  readonly record: SnapshotRecord;
+  readonly build: BuildRecord;
+  readonly logs: readonly BuildLogEntry[];
+}
 
 async function build(
   name: string,
@@ -136,7 +140,12 @@ async function ended(templateId: string, buildId: string): Promise<Ended> {
   );
   // The build leaves the service a moment after its record says so.
   await Bun.sleep(20);
-  return templates.build(templateId, buildId);
+  return stateOf(templateId, buildId);
+}
+
+async function stateOf(templateId: string, buildId: string): Promise<Ended> {
+  const { logs, ...state } = await templates.build(templateId, buildId);
+  return { ...state, logs: await logs.select({ limit: Number.MAX_SAFE_INTEGER }) };
 }
 
 /** Until that command runs in a guest. */
@@ -687,7 +696,7 @@ test("a restart fails builds that were under way, keeps waiting ones, and logs o
     status: "error",
     reason: { message: expect.stringContaining("restarted") },
   });
-  expect(messages(await templates.build(done.record.templateId, done.record.id))).toEqual(messages(done));
+  expect(messages(await stateOf(done.record.templateId, done.record.id))).toEqual(messages(done));
   await templates.startBuild(waiting.templateId, waiting.buildId, { steps: [] });
   expect((await ended(waiting.templateId, waiting.buildId)).build.status).toBe("ready");
 });

@@ -11,10 +11,11 @@ import { DEFAULT_TAG, formatName, parseAlias, parseName } from "../snapshot/inde
 import type { BuildRecord, SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
 import { Build, BuildFailure, type BuildLimits, type BuildOrder, inStep } from "./build.ts";
 import { FileStore, HASH } from "./files.ts";
-import { BuildLog, LogFile, readLogFile } from "./log.ts";
+import { BuildLog, endLogLine, LogFile } from "./log.ts";
+import { LogReader, logOf } from "./log-reader.ts";
 import { StepCache } from "./step-cache.ts";
 import { parseSteps } from "./steps.ts";
-import type { BuildLogEntry, BuildStartRequest, TemplateCreateRequest, TemplateService } from "./types.ts";
+import type { BuildLogs, BuildStartRequest, TemplateCreateRequest, TemplateService } from "./types.ts";
 
 export interface TemplateServiceOptions {
   readonly repository: SnapshotRepository;
@@ -88,6 +89,7 @@ class Templates implements TemplateService {
   readonly #capturesDir: string;
   readonly #files: FileStore;
   readonly #cache: StepCache;
+  readonly #logReader = new LogReader();
   readonly #active = new Map<string, ActiveBuild>();
   /** Builds between their admission check and the durable mark: a second start must not slip in. */
   readonly #starting = new Set<string>();
@@ -141,6 +143,7 @@ class Templates implements TemplateService {
         const message = "the server was restarted while the build ran; start a new build";
         const buildLog = new BuildLog();
         buildLog.add("error", message);
+        await endLogLine(this.#logPath(record.id));
         await using _file = new LogFile(this.#logPath(record.id), buildLog, (error) =>
           log.error({ err: error }, "build log not written"),
         );
@@ -304,6 +307,7 @@ class Templates implements TemplateService {
       for (const build of doomed) {
         await repository.delete(build.id);
         await removeTree(this.#logPath(build.id));
+        this.#logReader.forget(this.#logPath(build.id));
       }
       await this.#files.remove(record.templateId);
       log.info({ templateId: record.templateId, builds: doomed.length }, "template deleted");
@@ -437,20 +441,24 @@ class Templates implements TemplateService {
   async build(
     templateId: string,
     buildId: string,
-  ): Promise<{ record: SnapshotRecord; build: BuildRecord; logs: readonly BuildLogEntry[] }> {
+  ): Promise<{ record: SnapshotRecord; build: BuildRecord; logs: BuildLogs }> {
     const { id } = await this.#find(templateId, buildId);
     const unnamed = this.#publishing.has(id);
     // Read after the look: what is ready by now has its names.
     const record = await this.#find(templateId, id);
     const build = buildOf(record);
     const shown: BuildRecord = unnamed && build.status === "ready" ? { ...build, status: "building" } : build;
-    return { record, build: shown, logs: await this.#logs(id) };
+    return { record, build: shown, logs: this.#logs(id) };
   }
 
-  async #logs(buildId: string): Promise<readonly BuildLogEntry[]> {
-    const active = this.#active.get(buildId);
-    if (active !== undefined) return active.log.entries;
-    return readLogFile(this.#logPath(buildId));
+  #logs(buildId: string): BuildLogs {
+    return {
+      select: async (query) => {
+        const active = this.#active.get(buildId);
+        if (active !== undefined) return await logOf(() => active.log.entries).select(query);
+        return await this.#logReader.select(this.#logPath(buildId), query);
+      },
+    };
   }
 
   #logPath(buildId: string): string {

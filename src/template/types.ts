@@ -7,6 +7,25 @@ export interface BuildLogEntry {
   readonly step?: string;
 }
 
+/** Which entries of a log. */
+export interface BuildLogQuery {
+  /** Of at least this level. Absent: all. */
+  readonly level?: BuildLogEntry["level"];
+  /** Those not earlier than it, with `backward` those not later. Milliseconds since the epoch. */
+  readonly cursorMs?: number;
+  /** The last one first. */
+  readonly backward?: boolean;
+  /** So many of these are left out at first. Absent: none. */
+  readonly offset?: number;
+  readonly limit: number;
+}
+
+/** A build's log as far as it is written. */
+export interface BuildLogs {
+  /** Costs what it gives, not what there is. */
+  select(query: BuildLogQuery): Promise<readonly BuildLogEntry[]>;
+}
+
 export interface TemplateCreateRequest {
   /** `alias` or `alias:tag`. */
   readonly name: string;
@@ -73,7 +92,7 @@ export interface TemplateService extends AsyncDisposable {
   ): Promise<{
     record: SnapshotRecord;
     build: BuildRecord;
-    logs: readonly BuildLogEntry[];
+    logs: BuildLogs;
   }>;
   /** Ends a running or queued build in `error`; resolves when it has ended. 409 when it does not run. */
   cancel(templateId: string, buildId: string): Promise<void>;

@@ -16,6 +16,7 @@ import { createObserver } from "../../src/observability/index.ts";
 import type { Orchestrator, SandboxRecord } from "../../src/orchestrator/types.ts";
 import { type Front, startFront } from "../../src/proxy/index.ts";
 import type { SnapshotRecord } from "../../src/snapshot/types.ts";
+import { logOf } from "../../src/template/log-reader.ts";
 import type { BuildLogEntry, BuildStartRequest, TemplateService } from "../../src/template/types.ts";
 import { fakeReport } from "./fake-network.ts";
 
@@ -490,7 +491,7 @@ export class CliRig implements AsyncDisposable {
         }
         const { source } = current(buildId);
         if (source.kind !== "template") throw new Error("not a build");
-        return { record, build: source.build, logs: this.builds.get(buildId)!.logs };
+        return { record, build: source.build, logs: logOf(() => this.builds.get(buildId)!.logs) };
       },
       hasFiles: async (_templateId, hash) => this.uploads.has(hash),
       putFiles: async (_templateId, hash, body) => {

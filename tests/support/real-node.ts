@@ -255,7 +255,8 @@ export async function busyboxTemplate(node: RealNode): Promise<string> {
   for (;;) {
     const { build, logs } = await node.templates.build(made.templateId, made.buildId);
     if (build.status === "ready") return name;
-    if (build.status === "error") throw new Error(JSON.stringify([build, logs.slice(-5)]));
+    if (build.status === "error")
+      throw new Error(JSON.stringify([build, await logs.select({ backward: true, limit: 5 })]));
     await Bun.sleep(50);
   }
 }
