@@ -27,7 +27,7 @@ make_base() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   "$repo/.tools/bin/bun" "$repo/scripts/oci-image.ts" sources > "$work/host.sources"
-  mmdebstrap --quiet --variant=minbase --format=tar --include="$PACKAGES" \
+  "$repo/scripts/mmdebstrap.sh" --verbose --variant=minbase --format=tar --include="$PACKAGES" \
     --aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Languages "none"' --dpkgopt=force-unsafe-io \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' \

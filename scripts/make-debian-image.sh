@@ -30,9 +30,10 @@ else
   rm -f "$dir/made-of"
   echo "  image                  making Debian $codename with python3 …"
   export SOURCE_DATE_EPOCH=1700000000
-  mmdebstrap --quiet --variant=apt --format=tar --include="$packages" \
+  # Verbose, for the log: what apt says is the reason where it fails.
+  scripts/mmdebstrap.sh --verbose --variant=apt --format=tar --include="$packages" \
     --aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Languages "none"' \
-    --dpkgopt=force-unsafe-io \
+    --aptopt='Acquire::Retries "3"' --dpkgopt=force-unsafe-io \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/info/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/locale/locale.alias' \
