@@ -244,8 +244,9 @@ install_cli() {
   done
   [[ -n $from ]] || usage
   if [[ -z $target ]]; then
-    target=$HOME/.local/bin
-    [[ ! -w /usr/local/bin ]] || target=/usr/local/bin
+    if [[ -w /usr/local/bin ]]; then target=/usr/local/bin
+    elif [[ -n ${HOME:-} ]]; then target=$HOME/.local/bin
+    else die "HOME is not set, and /usr/local/bin cannot be written" "name a directory in INSTALL_DIR"; fi
   fi
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT

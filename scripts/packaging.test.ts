@@ -112,6 +112,24 @@ describe("install.sh", () => {
     expect(existsSync(join(dir, "to"))).toBe(false);
   });
 
+  test.skipIf(notRoot)(
+    "the command line without HOME, by one who may not write /usr/local/bin: asks for a place",
+    () => {
+      const account = [`--reuid=${UID}`, `--regid=${UID}`, "--clear-groups", "--"];
+      const script = put(join(dir, "install.sh"), readFileSync(INSTALL, "utf8"), 0o755);
+      const cli = ["bash", script, "cli", "--from", "/no/such/file"];
+      expect(run(["setpriv", ...account, "env", "-u", "HOME", ...cli])).toEqual({
+        code: 1,
+        out: "",
+        err: "Error: HOME is not set, and /usr/local/bin cannot be written\n  name a directory in INSTALL_DIR\n",
+      });
+      // With a place the file is looked for.
+      expect(run(["env", "-u", "HOME", ...cli], { INSTALL_DIR: join(dir, "to") }).err).toContain(
+        "/no/such/file",
+      );
+    },
+  );
+
   test.skipIf(notRoot)("finds every VM of the account, whichever program runs it", async () => {
     const home = join(dir, "home");
     for (const place of ["home/firecracker-work/x", "elsewhere", "bin"]) {

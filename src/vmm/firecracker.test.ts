@@ -654,6 +654,16 @@ describe("a VM", () => {
     expect(jailsLeft()).toEqual([]);
   });
 
+  test("that is gone is told by the path it was looked for at", async () => {
+    const { jailHelper } = optionsFor("1.13.1");
+    const gone = 2 ** 31 - 1; // above the kernel's highest process id
+    const { exitCode, stderr } = await tryCommand([jailHelper, "add", "--pid", `${gone}`], {});
+    expect([exitCode, stderr]).toEqual([
+      125,
+      `aenv-jail: cannot find the jail of process /proc/${gone}/ns/mnt: No such file or directory\n`,
+    ]);
+  });
+
   test("has a control group with what its guest has and a little, as long as it runs", async () => {
     const parent = `aenv-fc-test-${process.pid}`;
     const mount = "/sys/fs/cgroup";
