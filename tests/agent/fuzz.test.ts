@@ -54,10 +54,13 @@ function request(
   return Buffer.concat([Buffer.from(head), data]);
 }
 
-// A mutated path may lead anywhere: everything but the test's own directory is read-only for this agent.
+// A mutated path may lead anywhere: everything but the test's own directory is read-only for this agent. Mounts of other
+// tests may go meanwhile.
 const READ_ONLY = `mount --bind "$0" "$0"
   while read -r _ target _; do
-    case $target in /proc*|/sys*|/dev*|"$0") ;; *) mount -o remount,bind,ro "$target" ;; esac
+    case $target in /proc*|/sys*|/dev*|"$0") continue ;; esac
+    said=$(mount -o remount,bind,ro "$target" 2>&1) ||
+      if grep -qF " $target " /proc/self/mounts; then echo "$said" >&2; exit 1; fi
   done </proc/self/mounts
   exec "$@"`;
 
