@@ -7,6 +7,7 @@ import {
   readdirSync,
   readFileSync,
   readlinkSync,
+  realpathSync,
   renameSync,
   rmSync,
   statSync,
@@ -15,7 +16,7 @@ import {
   writeFileSync,
 } from "node:fs";
 import { hostname, tmpdir } from "node:os";
-import { join, resolve } from "node:path";
+import { dirname, join, resolve } from "node:path";
 import pino from "pino";
 import { installAsset } from "../lib/assets.ts";
 import { runCommand, tryCommand } from "../lib/command.ts";
@@ -71,6 +72,9 @@ function fakeBinary(version: string): string {
 
 const ROOT = resolve(import.meta.dir, "../..");
 const SEEN = ["/bin", "/lib", "/lib64", "/usr", "/proc", ROOT];
+// Bun may be one that was on the machine before, packages may be linked.
+for (const path of [dirname(process.execPath), realpathSync(join(ROOT, "node_modules"))])
+  if (![ROOT, "/usr"].some((seen) => path.startsWith(`${seen}/`))) SEEN.push(path);
 const HOST = { kernel: [6, 12], shadowStacks: false } as const;
 
 function optionsFor(version: string): FirecrackerDriverOptions {
