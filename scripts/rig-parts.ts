@@ -16,6 +16,7 @@ import { chooseKernel } from "../src/setup/kernel.ts";
 import { dependencyPins, readManifest } from "../src/setup/manifest.ts";
 import { resolveQemu } from "../src/setup/resolve.ts";
 import { extractVmlinux, kernelRelease } from "../src/setup/vmlinux.ts";
+import { tickMeter } from "../src/vmm/qemu/ticks.ts";
 
 const SERIES = dependencyPins.kernel.series;
 
@@ -87,6 +88,7 @@ async function unpack(cacheDir: string, deb: string): Promise<string> {
 const quoted = (text: string): string => `'${text.replaceAll("'", "'\\''")}'`;
 
 try {
+  const tickKHz = tickMeter();
   const [cache, home] = process.argv.slice(2);
   if (cache === undefined || home === undefined) throw new Error("usage: rig-parts.ts CACHE-DIR AENV-HOME");
   const cacheDir = resolve(cache);
@@ -100,6 +102,7 @@ try {
     qemu_data: qemu.dataDirs.join(":"),
     qemu_modules: qemu.moduleDir ?? "",
     qemu_libraries: qemu.libraryPath ?? "",
+    tick_khz: String(await tickKHz()),
   };
   for (const [name, value] of Object.entries(lines)) console.log(`${name}=${quoted(value)}`);
 } catch (error) {

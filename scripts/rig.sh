@@ -50,7 +50,7 @@ mkdir -p "$cache"; cache=$(realpath "$cache")
 
 exec 9> "$cache/lock"; flock 9
 parts=$("$root/.tools/bin/bun" "$root/scripts/rig-parts.ts" "$cache" "$home") || exit 125
-eval "$parts" # kernel, qemu, qemu_version, qemu_data, qemu_modules, qemu_libraries
+eval "$parts" # kernel, qemu, qemu_version, qemu_data, qemu_modules, qemu_libraries, tick_khz
 
 stage1() { cat <<'S1'
 #!/bin/busybox sh
@@ -170,8 +170,9 @@ mkfifo "$run/status"; exec 8<> "$run/status"
 
 started() { grep -aq 'rig: command starts' "$run/console"; }
 
-# A machine of which one processor shows no life is not waited for, nor one whose clock ran on: the emulator hands the
-# host's time stamp counter through, and a host that was moved or stood still may have another.
+# A machine of which one processor shows no life is not waited for, nor one whose clock runs on. The emulator hands the
+# host's time stamp counter through, and the kernel is told its frequency: measured on a busy host it was found several
+# times too low, and the limits of tests ended before their time. A host that was moved may have another counter.
 STILL_S=60 AHEAD_S=20
 
 attempt() {
@@ -182,7 +183,7 @@ attempt() {
     -nodefaults -no-user-config -display none -no-reboot \
     -chardev "file,id=console,path=$run/console" -serial chardev:console \
     -kernel "$kernel/vmlinux" -initrd "$initrd" \
-    -append "console=ttyS0 $([[ -n $verbose ]] && echo loglevel=6 || echo loglevel=3) panic=-1 mitigations=off tsc=reliable rig.run=$run ${RIG_APPEND:-}" \
+    -append "console=ttyS0 $([[ -n $verbose ]] && echo loglevel=6 || echo loglevel=3) panic=-1 mitigations=off tsc=reliable tsc_early_khz=$tick_khz rig.run=$run ${RIG_APPEND:-}" \
     -device virtio-serial-pci -device virtio-rng-pci \
     -drive "file=$run/scratch,format=raw,if=none,id=scratch,cache=unsafe,discard=unmap,aio=threads" \
     -device virtio-blk-pci,drive=scratch \
