@@ -65,7 +65,7 @@ describe("scripts/lint.sh", () => {
       "  ok      shell scripts (N ms)",
     ]);
     expect(exitCode).toBe(0);
-  }, 60_000);
+  }, 120_000);
 
   test("refuses each kind of mistake, and says where", () => {
     put("src/memory/index.ts", 'import { api } from "../api/index.ts";\n\nexport const memory = api;\n');
@@ -97,7 +97,7 @@ describe("scripts/lint.sh", () => {
       expect(output).toContain(said);
     }
     expect(exitCode).toBe(1);
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("scripts/test.sh", () => {

@@ -156,7 +156,7 @@ describe("in a checkout with next to nothing in it", () => {
       expect([target, existsSync(join(dir, target))]).toEqual([target, false]);
     }
     for (const target of targets) expect(err).toMatch(new RegExp(`${target}\\] Error 1$`, "m"));
-  }, 60_000);
+  }, 120_000);
 
   test("make does its own set-up, then nothing that is done, then what a change needs", () => {
     const first = make(dir);
@@ -180,5 +180,5 @@ describe("in a checkout with next to nothing in it", () => {
     expect(make(dir, "deps").out).toBe("bootstrap\n");
     expect(make(dir, "clean").exitCode).toBe(0);
     expect([existsSync(join(dir, "build")), existsSync(join(dir, "dist"))]).toEqual([false, false]);
-  }, 60_000);
+  }, 120_000);
 });

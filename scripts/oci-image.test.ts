@@ -89,5 +89,5 @@ test.skipIf(registryMissing)(
       await runCommand([REGISTRY, "stop", storage]);
     }
   },
-  60_000,
+  120_000,
 );

@@ -5,6 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/versions.sh
 export PATH="$PWD/.tools/bin:$PATH" CI=${CI:-}
+umask 022 # as the tests expect of files that they and the tools they compare with make
 work=$(mktemp -d)
 declare -A behind=()
 trap '((${#behind[@]} == 0)) || kill "${behind[@]}" 2> /dev/null; rm -rf "$work"' EXIT
@@ -133,7 +134,7 @@ died() { [[ $status == 12[45] || ( $status != 0 && $1 == *" on "* ) ]]; }
 # guests run beside the unit tests, the decoders' fuzzing beside those of whole servers. Slow files begin first
 # (tests/timings.json; `bun test --update-timings` measures them).
 if ((${#agent[@]})); then
-  if make -s build/san/envd; then AENV_ENVD=build/san/envd suite_behind "agent under sanitizers" 600 --timeout 60000 "${agent[@]/#/./}"
+  if make -s build/san/envd; then AENV_ENVD=build/san/envd suite_behind "agent under sanitizers" 1200 --timeout 120000 "${agent[@]/#/./}"
   else failed=$((failed + 1)); echo "build of the agent with sanitizers" > "$work/san.failures"; fi
 fi
 for file in "${rig[@]}"; do [[ $file == */sandbox.test.ts ]] || rig_part "$file" suite_behind; done
@@ -142,18 +143,18 @@ if ((${#e2e[@]})); then
   scripts/make-debian-image.sh .aenv/image > "$work/image.log" 2>&1 &
   behind[image]=$!
 fi
-((${#unit[@]} == 0)) || parallel unit 900 30000 "${unit[@]}"
+((${#unit[@]} == 0)) || parallel unit 1800 120000 "${unit[@]}"
 if [[ -n ${behind["agent under sanitizers"]:-} ]]; then
   report "agent under sanitizers"
-  AENV_ENVD=build/san/envd again "agent under sanitizers" 60000
+  AENV_ENVD=build/san/envd again "agent under sanitizers" 120000
 fi
-((${#fuzz[@]} == 0)) || behind_nice=10 suite_behind fuzz 900 --timeout 30000 "${fuzz[@]/#/./}"
+((${#fuzz[@]} == 0)) || behind_nice=10 suite_behind fuzz 1800 --timeout 120000 "${fuzz[@]/#/./}"
 if ((${#e2e[@]})); then
   wait "${behind[image]}"
   unset "behind[image]"
   cat "$work/image.log"
 fi
-((${#e2e[@]} == 0)) || parallel e2e 1200 180000 "${e2e[@]}"
+((${#e2e[@]} == 0)) || parallel e2e 2400 180000 "${e2e[@]}"
 
 parts=()
 if ((${#rig[@]})); then

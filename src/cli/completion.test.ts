@@ -274,7 +274,7 @@ describe("scripts", () => {
         await terminal.exited;
       }
     },
-    60_000,
+    120_000,
   );
 
   test.skipIf(missing("fish"))("fish", async () => {

@@ -154,7 +154,7 @@ describe.skipIf(noGuest !== undefined)("aenv exec", () => {
     expect(await ended).toBe(0);
     expect(seen).toBe(bytes);
     expect(existsSync(written)).toBe(true);
-  }, 60_000);
+  }, 120_000);
 
   test("whoever stops reading or interrupts ends the command in the sandbox", async () => {
     rig.installCommand();

@@ -55,7 +55,7 @@ REFUSED AT            WHAT
     refused: { packets: 3 },
     names: { refused: 2 },
   });
-}, 60_000);
+}, 120_000);
 
 test("a paused or unknown sandbox has no network to show", async () => {
   const paused = await rig.aenv(["network", "show", rig.sandbox({ state: "paused" })]);
@@ -63,4 +63,4 @@ test("a paused or unknown sandbox has no network to show", async () => {
   expect(paused.err).toContain("paused");
   expect((await rig.aenv(["network", "show", "nobody"])).code).toBe(1);
   expect((await rig.aenv(["network"])).code).toBe(2);
-}, 60_000);
+}, 120_000);

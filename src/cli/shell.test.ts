@@ -108,7 +108,7 @@ describe.skipIf(noGuest !== undefined)("an attached shell", () => {
     expect(terminal.screen().includes(counted)).toBe(true);
     terminal.type("exit\r");
     await terminal.shows("[rc 0 same]");
-  }, 60_000);
+  }, 120_000);
 
   test("a paused sandbox is resumed; its shell ends with 130 when it is paused again", async () => {
     const id = rig.sandbox({ state: "paused" });

@@ -136,7 +136,7 @@ describe("API key", () => {
     expect(values[0]).toMatch(/^e2b_/);
     expect(new Set(values).size).toBe(1);
     expect(readdirSync(join(home, "secrets"))).toEqual(["api-key"]);
-  }, 60_000);
+  }, 120_000);
 
   test("comparison takes the whole key or nothing", () => {
     expect(apiKeyMatches(KEY, KEY)).toBe(true);

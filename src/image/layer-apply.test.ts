@@ -93,4 +93,4 @@ test("agentenv layer apply: two layers, one with a whiteout, make the file syste
   } finally {
     rmSync(dir, { recursive: true, force: true });
   }
-}, 60_000);
+}, 120_000);

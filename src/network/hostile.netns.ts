@@ -68,7 +68,7 @@ beforeAll(async () => {
     startProgram(internet, "dns-server.ts", DNS_SERVER, `good.example=${GOOD}`),
     capture("wan0"),
   ]);
-}, 60_000);
+}, 120_000);
 
 afterAll(async () => {
   for (const one of [wan, servers, dns]) await one[Symbol.asyncDispose]();
@@ -209,7 +209,7 @@ describe("hostile guests", () => {
     expect(slot.index).toBe(index);
     await using guest = await startGuest(slot);
     expect(await reach(guest)).toBe("open");
-  }, 60_000);
+  }, 120_000);
 
   test("a flood of DNS questions does not reach the server's process beyond its share; others are answered", async () => {
     await using service = await startService({ guestLimits: { namePacketsPerSecond: 50 } });
@@ -237,7 +237,7 @@ describe("hostile guests", () => {
     expect(names.refused).toBeGreaterThan(0);
     // A burst of two seconds' worth, and the rate.
     expect(names.refused).toBeLessThanOrEqual(100 + 50 * Math.ceil(seconds));
-  }, 60_000);
+  }, 120_000);
 
   test("connections that never name their host take no more than a share of the proxy", async () => {
     await using service = await startService({
@@ -267,7 +267,7 @@ describe("hostile guests", () => {
     } as const;
     expect((await neighbour.do({ ...quick, count: 5 })).received).toBe("5");
     expect((await slot.policyReport()).proxiedConnections).toBe(20);
-  }, 60_000);
+  }, 120_000);
 
   test("bytes that wait for a name are bounded per guest", async () => {
     await using service = await startService({
@@ -291,7 +291,7 @@ describe("hostile guests", () => {
     expect(proxiedConnections).toBeLessThanOrEqual(5);
     expect(byName.recent.at(-1)?.what).toContain("too many bytes wait");
     expect(await reach(neighbour, 80, REQUEST)).toBe("open");
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("the way to the internet", () => {
@@ -397,7 +397,7 @@ describe("hosts with other firewalls", () => {
       expect(warnings).toEqual([]);
       expect(listed()).toBe(before);
     },
-    60_000,
+    120_000,
   );
 
   test("ufw.rules and docker.rules together", async () => {
@@ -406,7 +406,7 @@ describe("hosts with other firewalls", () => {
     const before = listed();
     expect(await usable()).toEqual(ALL_WELL);
     expect(listed()).toBe(before);
-  }, 60_000);
+  }, 120_000);
 
   test("firewalld: says what to do; with that done guests get through", async () => {
     load("firewalld.nft");
@@ -418,5 +418,5 @@ describe("hosts with other firewalls", () => {
     load("firewalld-trusted.nft");
     expect(await usable()).toEqual(ALL_WELL);
     expect(warnings).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 });

@@ -103,7 +103,7 @@ beforeAll(async () => {
     ),
     capture("wan0"),
   ]);
-}, 60_000);
+}, 120_000);
 
 afterAll(async () => {
   await wan[Symbol.asyncDispose]();
@@ -442,7 +442,7 @@ describe.each(Object.entries(KINDS))("%s", (_name, { input, tries, silent }) => 
     await expectAll(guest, KINDS["the node's default"]!.tries);
     expect(servers.lines.filter((line) => line.includes(` ${PRIVATE}:`))).toEqual([]);
     expect(hostServer.lines).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 });
 
 // ---- updates ----------------------------------------------------------------------------------------
@@ -654,7 +654,7 @@ describe("the egress proxy", () => {
     const grownMiB = (process.memoryUsage().rss - memory) / 1024 ** 2;
     console.log(`measured: ${grownMiB.toFixed(0)} MiB more after 2 x 2,000 proxied connections`);
     expect(grownMiB).toBeLessThan(150);
-  }, 60_000);
+  }, 120_000);
 
   test("guests that do not read cost a bounded amount of memory; a destination that is not there is no hang", async () => {
     await using service = await startService();
@@ -823,7 +823,7 @@ describe("a server that ends", () => {
     expect(adopted.policy.allowOut).toEqual(["good.example", "*.wild.example"]);
     await adopted.applyPolicy(DEFAULT_POLICY);
     await expectAll(guest, [tcp(EVIL, 7000, "open")]);
-  }, 60_000);
+  }, 120_000);
 
   test("replaced: straight connections of a kept guest go on", async () => {
     const { child, slot } = await otherServer({ denyOut: [EVIL] });

@@ -156,7 +156,7 @@ beforeAll(async () => {
     startServer(internet, "80", "53", `udp:${INTERNET}:53`, `udp:${DNS_SERVER}:53`),
     startServer(undefined, "9000"),
   ]);
-}, 60_000);
+}, 120_000);
 
 afterAll(async () => {
   await internetServer[Symbol.asyncDispose]();

@@ -364,7 +364,7 @@ describe("data plane", () => {
     });
     expect(await reply.json()).toEqual({ hash: hash.digest("hex"), length: blocks << 20 });
     expect(process.memoryUsage.rss() - before).toBeLessThan(160 << 20);
-  }, 60_000);
+  }, 120_000);
 
   test("a client that does not read stops the service, not the proxy's memory", async () => {
     let written = 0;

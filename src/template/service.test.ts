@@ -750,7 +750,7 @@ test("builds at once past what may wait are refused at the door, and every other
     expect(error).toMatchObject({ status: 429, code: "build_capacity_unavailable" });
   const states = await Promise.all(accepted.map((build) => ended(build.templateId, build.buildId)));
   expect(new Set(states.map(({ build }) => build.status))).toEqual(new Set(["ready"]));
-}, 30_000);
+}, 120_000);
 
 // ---- files and cached steps ----------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
       code: "memory_shield_missing",
       message: expect.stringContaining(`${memoryFile} whole: it has it open for writing`),
     });
-  }, 60_000);
+  }, 120_000);
 
   test("the probe's guest reaches user space where guests run, and a mute one is given up", async () => {
     const installation = { ...guest.qemu, version, sandbox: true };
@@ -399,5 +399,5 @@ describe.skipIf(typeof guest === "string")("a real VM", () => {
       expect(left).toEqual([]);
       expect(existsSync(join(bad.workDir, "qmp.sock"))).toBe(false);
     }
-  }, 60_000);
+  }, 120_000);
 });

@@ -163,7 +163,7 @@ describe("output", () => {
     expect(bytes).toBeGreaterThan(Math.floor((200e6 * 4) / 3));
     expect(Math.max(most, rssKiB(agent)) - before).toBeLessThan(8 * 1024);
     expect(process.memoryUsage().rss - mine).toBeLessThan(300 << 20);
-  }, 60_000);
+  }, 120_000);
 
   test("several subscribers see the same; one that went leaves the others alone", async () => {
     const first = begin("read x; for i in 1 2 3; do echo $i; done; read x; echo end", "shared");
@@ -211,7 +211,7 @@ describe("output", () => {
     expect(await list()).not.toContain("stalled");
     dead.resume();
     await eventually("closed", () => closed);
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("input", () => {
@@ -263,7 +263,7 @@ describe("input", () => {
       input: { stdin: btoa("x") },
     });
     expect([late.status, late.body.code]).toEqual([404, "not_found"]);
-  }, 60_000);
+  }, 120_000);
 
   test("FR-43: a resize reaches the foreground group of the terminal", async () => {
     const inner = `trap 'echo now $(stty size)' WINCH; echo ready; while :; do sleep 0.05; done`;
@@ -480,7 +480,7 @@ describe("files", () => {
     await eventually("no descriptor of them left", async () => (await files()) <= opened);
     expect(readdirSync(dir).sort()).toEqual(Array.from({ length: 100 }, (_, i) => `file-${i}`).sort());
     for (let i = 0; i < 100; i++) expect(statSync(`${dir}/file-${i}`).size).toBe(content.length);
-  }, 60_000);
+  }, 120_000);
 
   test("an upload that is cut or refused leaves the old file as it was", async () => {
     const path = `${agent.dir}/kept`;
@@ -566,7 +566,7 @@ describe("files", () => {
       "content-encoding": "gzip",
     });
     expect([zipped.status, readFileSync(`${agent.dir}/unzipped`, "utf8")]).toEqual([200, "plain text"]);
-  }, 60_000);
+  }, 120_000);
 });
 
 interface Watch extends AsyncDisposable {
@@ -635,7 +635,7 @@ describe("watches", () => {
       for (let i = 1; i <= 1000; i++) if (!w.set.has(`CREATE many/${d}/${i}`)) missing++;
     expect(missing).toBe(0);
     expect(w.seen.filter((s) => s === "CREATE many/7/7").length).toBe(1);
-  }, 60_000);
+  }, 120_000);
 
   test("FR-52: lost events are an error, not silence", async () => {
     const dir = `${agent.dir}/flood`;
@@ -694,7 +694,7 @@ describe("watches", () => {
       return r.status === 500 && (r.body.message as string).includes("gone");
     });
     expect((await call(agent, `${F}/RemoveWatcher`, { watcherId })).status).toBe(200);
-  }, 60_000);
+  }, 120_000);
 
   test("an upload is one creation or one write under its own name, and nothing else", async () => {
     const dir = `${agent.dir}/quiet`;
@@ -756,7 +756,7 @@ describe("who this machine is", () => {
       expect(readdirSync(`${etc}/ssh`).filter((n) => n.startsWith("."))).toEqual([]);
     }
     expect(await a.errors()).toBe("");
-  }, 60_000);
+  }, 120_000);
 
   test("an image without machine id and keys gets none", async () => {
     await using a = await startAgent();

@@ -84,7 +84,7 @@ describe("segments of every kind", () => {
       expect(answers).toEqual(cuts.map((cut) => [cut, [200]]));
     }
     expect(readFileSync(path, "utf8")).toBe(content);
-  }, 60_000);
+  }, 120_000);
 
   test("byte by byte, with pauses, and in chunks of every size", async () => {
     const path = `${agent.dir}/bytes`;
@@ -113,7 +113,7 @@ describe("segments of every kind", () => {
       expect([size, codes(text)]).toEqual([size, [200]]);
       expect(readFileSync(path, "utf8")).toBe(content);
     }
-  }, 60_000);
+  }, 120_000);
 
   test("many requests in one segment, blank lines between them, a body nobody waited to be asked for", async () => {
     const paths = Array.from({ length: 20 }, (_, i) => `${agent.dir}/piped-${i}`);
@@ -126,7 +126,7 @@ describe("segments of every kind", () => {
     const answers = codes(await send(agent, [`\r\n\r\n\r\n${text}${GET}`]));
     expect(answers.filter((code) => code !== 100)).toEqual([...paths.map(() => 200), 204]);
     for (const [i, path] of paths.entries()) expect(readFileSync(path, "utf8")).toBe(content + i);
-  }, 60_000);
+  }, 120_000);
 
   test("8 MiB in segments of odd sizes, several at a time, while another is asked small things", async () => {
     const piece = Buffer.alloc(8 << 20, "0123456789abcdef");
@@ -154,7 +154,7 @@ describe("segments of every kind", () => {
     over = true;
     await asking;
     expect(asked).toBeGreaterThan(0);
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("too many of everything", () => {
@@ -177,7 +177,7 @@ describe("too many of everything", () => {
     expect(openFiles(a)).toBeGreaterThan(Math.min(2400, most / 2 - 100));
     for (const s of sockets) s.destroy();
     await eventually("all gone", () => openFiles(a) < 20);
-  }, 60_000);
+  }, 120_000);
 
   test("with few descriptors idle connections make room, and what needs one is refused with the reason", async () => {
     await using a = await startAgent([], () => ["prlimit", "--nofile=80:80"]);
@@ -219,7 +219,7 @@ describe("too many of everything", () => {
       "works again",
       async () => (await sh(a, "echo on").catch(() => undefined))?.stdout === "on\n",
     );
-  }, 60_000);
+  }, 120_000);
 
   test("200 removals of trees and listings at once: each has its turn", async () => {
     const dir = `${agent.dir}/trees`;
@@ -236,7 +236,7 @@ describe("too many of everything", () => {
     );
     expect(results).toEqual(results.map(() => 200));
     expect((await call(agent, `${F}/ListDir`, { path: dir })).body).toEqual({});
-  }, 60_000);
+  }, 120_000);
 
   test("input for a process that reads nothing is bounded, also when the callers leave", async () => {
     const result = collect(
@@ -283,7 +283,7 @@ describe("too many of everything", () => {
     await call(agent, `${P}/SendSignal`, { process: { tag: "deaf" }, signal: "SIGNAL_SIGKILL" });
     await result;
     await eventually("given back", () => rssKiB(agent) - before < 48 * 1024);
-  }, 60_000);
+  }, 120_000);
 
   test("a large tree that appears at once under a watch whose client does not read: bounded, and said", async () => {
     await using a = await startAgent();
@@ -316,7 +316,7 @@ describe("too many of everything", () => {
     await eventually("the end of it", () => tail.includes("too slowly"));
     expect(rssKiB(a) - before).toBeLessThan(60 * 1024);
     s.destroy();
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("half-closed, cut, endless", () => {
@@ -337,7 +337,7 @@ describe("half-closed, cut, endless", () => {
     expect(codes(await half(head + body))).toEqual([200]);
     expect(codes(await half(head + body.slice(0, 50)))).toEqual([]);
     expect(codes(await half("GET /health HT"))).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 
   test("a refused upload that never ends is answered, heard for a while, and cut", async () => {
     const before = openFiles(agent);
@@ -357,7 +357,7 @@ describe("half-closed, cut, endless", () => {
     // then it is silent: two seconds are enough
     await eventually("closed", () => openFiles(agent) <= before);
     s.destroy();
-  }, 60_000);
+  }, 120_000);
 
   test("chunk lines and trailers without an end", async () => {
     const head = "POST /init HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -368,7 +368,7 @@ describe("half-closed, cut, endless", () => {
       .replace("Host: x", "Host: x\r\nContent-Type: application/connect+json");
     expect(codes(await raw(agent, `${stream}1;${"x".repeat(70_000)}`))).toEqual([400]);
     expect(await health(agent)).toBe("204");
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("files that are no files", () => {
@@ -385,7 +385,7 @@ describe("files that are no files", () => {
     rmSync(`${a.dir}/etc/passwd`);
     await Bun.$`mkfifo ${a.dir}/etc/passwd`;
     expect((await sh(a, "echo on")).stdout).toBe("on\n");
-  }, 60_000);
+  }, 120_000);
 
   test("times beyond every calendar", async () => {
     const path = `/dev/shm/times-${process.pid}`;
@@ -448,7 +448,7 @@ describe("much in one request", () => {
       400,
       `you cannot upload twice to '${dir}/file-1234'`,
     ]);
-  }, 60_000);
+  }, 120_000);
 
   test.skipIf(notRoot)(
     "a watch of everything stays out of the kernel's own directories",
@@ -471,7 +471,7 @@ describe("much in one request", () => {
         return seen.has("tmp/new/file");
       });
     },
-    60_000,
+    120_000,
   );
 });
 

@@ -124,5 +124,5 @@ test.skipIf(notRoot)(
       await Bun.$`ip netns del ${ns}`.quiet().nothrow();
     }
   },
-  60_000,
+  120_000,
 );

@@ -76,7 +76,7 @@ describe("power loss", () => {
       expect(model.seen).toBeGreaterThan(100);
       expect(model.moments.filter(({ unsafe }) => unsafe.length > 0)).toEqual([]);
     },
-    60_000,
+    120_000,
   );
 });
 if (Bun.which("strace") === null) console.log("skipped: strace is not installed, so no trace could be taken");

@@ -53,7 +53,7 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
     stack.defer(async () => expect(await leftovers(node)).toEqual([]));
     stack.use(node);
     for (const { id } of node.orchestrator.list()) await node.orchestrator.kill(id);
-  }, 60_000);
+  }, 120_000);
 
   afterEach(async () => {
     for (const { id } of node.orchestrator.list()) await node.orchestrator.kill(id);
@@ -192,7 +192,7 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
     expect(node.orchestrator.list()).toEqual([]);
     expect(await leftovers(node)).toEqual([]);
     expect(await node.blockd.client.list()).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 
   test("fork: ten children with the source's memory and disk, each with its own identity, randomness and clock", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
@@ -340,7 +340,7 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
     await until(false);
     expect(await node.sh(id, "echo back")).toBe("back");
     await node.orchestrator.kill(id);
-  }, 60_000);
+  }, 120_000);
 
   for (const [what, damage] of [
     ["a device state that is cut off", (dir: string) => truncateSync(join(dir, "device.state"), 100)],
@@ -367,7 +367,7 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
       await node.orchestrator.kill(id);
       expect(await leftovers(node)).toEqual([]);
       expect(await node.blockd.client.list()).toEqual([]);
-    }, 60_000);
+    }, 120_000);
   }
 
   test("20 pauses, connects and kills at once: one wins, the others join or are told", async () => {
@@ -390,5 +390,5 @@ describe.skipIf(deps === undefined)("lifecycle of real VMs", () => {
       expect(await leftovers(node)).toEqual([]);
       expect(readdirSync(join(home, "state/artifacts")).filter((name) => name !== "checkpoints")).toEqual([]);
     }
-  }, 60_000);
+  }, 120_000);
 });

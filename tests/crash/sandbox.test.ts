@@ -45,7 +45,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     stack.defer(async () => expect(await leftovers(node)).toEqual([]));
     stack.use(node);
     for (const { id } of node.orchestrator.list()) await node.orchestrator.kill(id);
-  }, 60_000);
+  }, 120_000);
 
   test("files and memory survive pause after pause, and the clock is right", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
@@ -65,7 +65,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     }
     expect(await node.sh(id, "wc -l < /log")).toBe("4");
     await node.orchestrator.kill(id);
-  }, 60_000);
+  }, 120_000);
 
   test("a disk that is full when a pause is stored: the error says so, the sandbox runs on, and pauses later", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
@@ -84,7 +84,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     expect(await node.sh(next.id, "cat /kept")).toBe("kept");
     await node.orchestrator.kill(next.id);
     expect(await leftovers(node)).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 
   test("a state directory that has become read-only: the pause says so within seconds, the sandbox runs on", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
@@ -101,7 +101,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     }
     await node.orchestrator.pause(id);
     await node.orchestrator.kill(id);
-  }, 60_000);
+  }, 120_000);
 
   test("a VM killed from outside: its sandbox is gone, and nothing of it is left", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
@@ -114,7 +114,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
       },
     );
     expect(await node.blockd.client.list()).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 
   test("a damaged file of a paused sandbox: a clear error, still paused, deletion works, others run", async () => {
     const { id } = await node.orchestrator.create(REQUEST);
@@ -151,7 +151,7 @@ describe.skipIf(deps === undefined)("sandbox faults", () => {
     expect(existsSync(root)).toBeFalse();
     expect(await node.sh(other.id, "echo fine")).toBe("fine");
     await node.orchestrator.kill(other.id);
-  }, 60_000);
+  }, 120_000);
 
   test("a server killed while it starts sandboxes: the next one takes over what was ready and takes the rest away", async () => {
     const { id } = await node.orchestrator.create(REQUEST);

@@ -81,7 +81,7 @@ describe.skipIf(deps === undefined || swap === undefined)("guest memory in the h
     stack.defer(async () => expect(await leftovers(node)).toEqual([]));
     stack.use(node);
     for (const { id } of node.orchestrator.list()) await node.orchestrator.kill(id);
-  }, 60_000);
+  }, 120_000);
 
   /** Process of a sandbox's VM. */
   const vmPid = (id: string): number => {

@@ -91,7 +91,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     symlinkSync("/run/systemd/resolve/stub-resolv.conf", join(dir, "etc/resolv.conf"));
     small = await rootFsOf(dir, work, 64);
     node = await startRealNode({ deps: deps!, pool: POOL });
-  }, 120_000);
+  }, 180_000);
 
   afterAll(async () => {
     await using stack = new AsyncDisposableStack();
@@ -103,7 +103,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     stack.defer(async () => expect(await leftovers(node)).toEqual([]));
     stack.use(node);
     if (bareVm !== undefined) stack.use(bareVm);
-  }, 60_000);
+  }, 180_000);
 
   test("needs nothing of the image and starts nothing of it unasked", async () => {
     bareVm = await bootGuest(node, "bare-sandbox", bare);
@@ -135,7 +135,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     const waits = { process: { cmd: "/app", args: ["wait"] }, tag: "waits" };
     for (const body of [waits, { process: { cmd: "/app", args: ["freeze-agent"] } }])
       collect(await openStream(agent, `${P}/Start`, body)).catch(() => undefined); // cut off with the agent
-  }, 60_000);
+  }, 180_000);
 
   describe("with a shell", () => {
     let vm: RunningSandbox;
@@ -143,7 +143,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
     beforeAll(async () => {
       vm = await bootGuest(node, "small-sandbox", small);
       agent = at(vm);
-    }, 120_000);
+    }, 180_000);
     afterAll(async () => await vm?.[Symbol.asyncDispose]());
 
     test("names resolve, and the image's own files stay what they were", async () => {
@@ -163,7 +163,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       const id = (await sh(agent, "cat /etc/machine-id")).stdout.trim();
       expect(id).toMatch(/^[0-9a-f]{32}$/);
       expect(id).not.toBe("0".repeat(32));
-    }, 60_000);
+    }, 180_000);
 
     test("answers while the processor is oversubscribed four times", async () => {
       const echoes = async () => {
@@ -194,7 +194,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       await call(agent, `${P}/SendSignal`, { process: { tag: "spin" }, signal: "SIGNAL_SIGKILL" });
       expect((await spinning).end?.status).toBe("signal: killed");
       expect(await spinners()).toBe(0); // the whole group
-    }, 120_000);
+    }, 180_000);
 
     test("a process that takes all memory is ended by the kernel, said so, and the agent lives", async () => {
       const agentPid = (await sh(agent, "pidof envd")).stdout;
@@ -207,7 +207,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       expect((await sh(agent, "pidof envd")).stdout).toBe(agentPid);
       // without a lack of memory a kill is only a kill
       expect((await sh(agent, "kill -9 $$")).end).toMatchObject({ exitCode: -1, error: "signal: killed" });
-    }, 120_000);
+    }, 180_000);
 
     test("processes are found again by the agent that follows a killed one", async () => {
       await fetch(`${agent.url}/init`, {
@@ -250,7 +250,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
           const r = await sh(agent, "pidof envd").catch(() => undefined);
           return r && Number(r.stdout) > old;
         },
-        60_000,
+        180_000,
       );
       // What ended while no agent was there is reported as ended.
       expect(await tags()).toEqual(["closed", "kept", "term"]);
@@ -269,7 +269,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       await input("term", { pty: btoa("hello\n\x04") });
       expect((await term).pty).toContain("hello\r\n");
       expect(await tags()).toEqual([]);
-    }, 120_000);
+    }, 180_000);
 
     test("a full disk: uploads are refused, commands go on, and all is well when there is room again", async () => {
       const sandbox = await sdk(vm);
@@ -287,7 +287,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       await sandbox.files.remove("/fill");
       expect((await put()).status).toBe(200);
       expect((await sandbox.files.getInfo("/root/large")).size).toBe(1 << 20);
-    }, 120_000);
+    }, 180_000);
 
     test("two machines of one snapshot differ in name, machine id and randomness, at once", async () => {
       await sh(agent, "echo 10.1.1.1 added >> /etc/hosts");
@@ -327,7 +327,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
       } finally {
         await Promise.all(both.map(async (clone) => await clone[Symbol.asyncDispose]()));
       }
-    }, 90_000);
+    }, 180_000);
   });
 
   test("an agent that hangs is replaced, and finds the processes again", async () => {
@@ -341,7 +341,7 @@ describe.skipIf(deps === undefined)("the agent in a machine", () => {
         );
         return r?.status === 204;
       },
-      150_000,
+      180_000,
     );
     const list = (await call(agent, `${P}/List`, {})).body.processes as { tag?: string }[];
     expect(list.map((p) => p.tag)).toEqual(["waits"]);

@@ -71,7 +71,7 @@ afterAll(async () => {
   await server?.[Symbol.asyncDispose]();
   await registry?.[Symbol.asyncDispose]();
   rmSync(work, { recursive: true, force: true });
-}, 120_000);
+}, 180_000);
 
 test("auth: the key is typed and not seen", async () => {
   await begin("aenv auth");
@@ -128,7 +128,7 @@ test("start: a shell with the terminal's size, which Ctrl-C does not end", async
   await tmux.shows(/^after=130$/m);
   await tmux.type("kept=still-$((40 + 2))");
   await tmux.press("Enter");
-}, 120_000);
+}, 180_000);
 
 test("detach and come back", async () => {
   await tmux.press("C-]");
@@ -145,7 +145,7 @@ test("detach and come back", async () => {
   await tmux.press("Enter");
   expect(await tmux.status()).toBe(7);
   expect(await tmux.screen()).toContain(`Come back with: aenv cn ${id}`);
-}, 60_000);
+}, 180_000);
 
 test("exec: streams, status, input from a pipe, a terminal, a limit of time", async () => {
   expect((await run(`aenv exec ${id} sh -c 'echo out; echo err >&2; exit 5' 2>err >out`)).status).toBe(5);
@@ -170,7 +170,7 @@ test("exec: streams, status, input from a pipe, a terminal, a limit of time", as
   await tmux.press("C-c");
   expect(await tmux.status()).toBe(130);
   expect((await run(`aenv exec ${id} pgrep -f 'sleep 61.5'`)).status).not.toBe(0);
-}, 120_000);
+}, 180_000);
 
 test("upload and download: a tree, there and back", async () => {
   const tree = join(work, "tree");
@@ -192,7 +192,7 @@ test("upload and download: a tree, there and back", async () => {
   );
   expect(listed.status).toBe(0);
   expect(statSync(join(work, "kept/deep/file 3 ü")).mtimeMs).toBe(1_234_567_890_000);
-}, 120_000);
+}, 180_000);
 
 test("Ctrl-C in the middle of an upload leaves nothing under its name", async () => {
   await run("truncate -s 2G big");
@@ -208,7 +208,7 @@ test("Ctrl-C in the middle of an upload leaves nothing under its name", async ()
   await begin(`aenv download ${id} /dev/zero never`);
   expect(await tmux.status()).toBe(1);
   expect(await tmux.screen()).toContain("neither a file nor a directory");
-}, 120_000);
+}, 180_000);
 
 test("list, info, logs, metrics and top tell of it", async () => {
   expect((await run("aenv ls")).screen).toMatch(new RegExp(`^${id} +${TEMPLATE} +running +1 +384`, "m"));
@@ -243,7 +243,7 @@ test("list, info, logs, metrics and top tell of it", async () => {
   await tmux.press("C-c");
   expect(await tmux.status()).toBe(130);
   expect(await tmux.screen({ visible: true })).not.toContain("q ends");
-}, 120_000);
+}, 180_000);
 
 test("snapshot and fork", async () => {
   const made = await run(`aenv snapshot create ${id} --name checkpoint`);
@@ -271,7 +271,7 @@ test("a shell completes commands and the ids of sandboxes that are there", async
   await tmux.press("Tab");
   await tmux.shows(`aenv upload ${id} tree/`);
   await tmux.press("C-u");
-}, 60_000);
+}, 180_000);
 
 test("through a gateway in front, under a path, all is as before", async () => {
   const seen: string[] = [];
@@ -317,7 +317,7 @@ test("through a gateway in front, under a path, all is as before", async () => {
   expect(await tmux.screen()).toContain("in-2");
   expect(seen.every((path) => path.startsWith("/fleet/"))).toBe(true);
   await run("export XDG_CONFIG_HOME=$PWD/config");
-}, 120_000);
+}, 180_000);
 
 test("timeout, pause under an open shell, resume", async () => {
   expect((await run(`aenv timeout ${id} 900`)).screen).toContain(`Timeout for ${id} set to 900s`);
@@ -359,7 +359,7 @@ test("the server ends in the middle of a command and of an upload", async () => 
   expect(refused.screen).toContain("make start");
   await server.start();
   expect((await run(`aenv exec ${id} ls /srv`)).screen).toMatch(/^by\nkept\ntree$/m);
-}, 120_000);
+}, 180_000);
 
 test("template cancel ends a build that a pull, interrupted, left running", async () => {
   await begin(`aenv pull ${registry.debian} --name half-made --cpu 1 --memory 384`);
@@ -370,14 +370,14 @@ test("template cancel ends a build that a pull, interrupted, left running", asyn
   const ended = await run("aenv template watch half-made");
   expect(ended.status).toBe(1);
   expect(ended.screen).toContain("cancelled");
-}, 120_000);
+}, 180_000);
 
 test("delete, of the sandbox and of the template", async () => {
   expect((await run(`aenv delete ${id}`)).screen).toContain(`Deleted sandbox ${id}`);
   expect((await run(`aenv template delete ${TEMPLATE}`)).screen).toContain("Deleted template");
   const gone = await run(`aenv start ${TEMPLATE}`);
   expect(gone.status).toBe(1);
-}, 60_000);
+}, 180_000);
 
 test("no command was left out", () => {
   // Images are built from Dockerfiles in a file of their own.

@@ -27,7 +27,7 @@ beforeAll(async () => {
 afterAll(async () => {
   await server?.[Symbol.asyncDispose]();
   await registry?.[Symbol.asyncDispose]();
-}, 120_000);
+}, 180_000);
 
 test("runCode: state, output, results, errors, environment, contexts, restart and a time limit", async () => {
   const sandbox = await Sandbox.create({ ...connection, timeoutMs: 300_000 });
@@ -98,4 +98,4 @@ test("sandboxes of one template have kernels of their own, with other random num
   } finally {
     await Promise.all(sandboxes.map((sandbox) => sandbox.kill()));
   }
-}, 120_000);
+}, 180_000);

@@ -59,7 +59,7 @@ beforeAll(async () => {
 afterAll(async () => {
   await server?.[Symbol.asyncDispose]();
   await registry?.[Symbol.asyncDispose]();
-}, 120_000);
+}, 180_000);
 
 type PythonOutcome =
   | { readonly missing: string }
@@ -586,7 +586,7 @@ describe("files", () => {
       expect((await box.files.getInfo("/tmp/big")).size).toBe(32 << 20);
       await box.files.remove("/tmp/big");
     },
-    120_000,
+    180_000,
   );
 });
 

@@ -35,7 +35,7 @@ afterAll(async () => {
   await server?.[Symbol.asyncDispose]();
   await registry?.[Symbol.asyncDispose]();
   if (context !== undefined) rmSync(context, { recursive: true, force: true });
-}, 120_000);
+}, 180_000);
 
 async function build(name: string, dockerfile: string, ...flags: string[]) {
   const file = join(context, "Dockerfile");

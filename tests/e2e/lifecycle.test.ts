@@ -30,7 +30,7 @@ beforeAll(async () => {
 afterAll(async () => {
   await server?.[Symbol.asyncDispose]();
   await registry?.[Symbol.asyncDispose]();
-}, 120_000);
+}, 180_000);
 
 const cli = async (...args: string[]) => {
   const result = await server.run(args);
@@ -67,7 +67,7 @@ test("a sandbox starts from the template and runs commands", async () => {
   const python = await sandbox.commands.run("python3 -c 'import sys; print(sys.version_info >= (3, 9))'");
   expect(python.stdout).toBe("True\n");
   expect(await sandbox.isRunning()).toBe(true);
-}, 120_000);
+}, 180_000);
 
 test("a sandbox boots from an image without a template, and is one like any other", async () => {
   const post = (body: object) =>
@@ -176,7 +176,7 @@ test("an environment arrives byte for byte, and is added to by later starts", as
   expect((await second.commands.run("echo $KEPT $SET $NEW")).stdout).toBe("first second second\n");
   await Promise.all([first.kill(), second.kill()]);
   await Sandbox.deleteSnapshot(snapshotId, connection);
-}, 120_000);
+}, 180_000);
 
 test("FR-108: 300 creates at once on a node for a few: that many run, the others are told so at once", async () => {
   const room = MAX_SANDBOXES - 1;
@@ -256,7 +256,7 @@ describe("pause, kill -9 of the server, resume", () => {
     await server.start();
     const [listed] = JSON.parse(await cli("list"));
     expect(listed).toMatchObject({ sandboxID: sandbox.sandboxId, state: "paused" });
-  }, 120_000);
+  }, 180_000);
 
   test("it resumes with the same process and its files", async () => {
     const { envdAccessToken: token } = sandbox as unknown as { envdAccessToken: string };
@@ -276,7 +276,7 @@ describe("pause, kill -9 of the server, resume", () => {
     expect(processes.map((process_) => process_.pid)).toContain(pid);
     expect(await sandbox.files.read("/root/kept")).toBe("on disk");
     await eventually("it counts on", async () => (await counter(sandbox)) > counted);
-  }, 120_000);
+  }, 180_000);
 
   test("its clock is right with the first command", async () => {
     await sandbox.pause();
@@ -287,7 +287,7 @@ describe("pause, kill -9 of the server, resume", () => {
     const after = Date.now() / 1000;
     expect(guest).toBeGreaterThan(before - 1);
     expect(guest).toBeLessThan(after + 1);
-  }, 120_000);
+  }, 180_000);
 });
 
 test("two sandboxes of one snapshot differ in disk, memory, identity and randomness, and share the memory file", async () => {
@@ -389,7 +389,7 @@ test("a VMM that is killed is noticed; the sandbox is gone and clients are told"
   expect(await victim.isRunning()).toBe(false);
   // A deletion that meets the clean-up joins it; after that the sandbox is unknown.
   await eventually("it is unknown", async () => !(await victim.kill()));
-}, 120_000);
+}, 180_000);
 
 test("the command line runs commands with their output and status", async () => {
   const id = await cli("start", TEMPLATE, "-d");
@@ -404,7 +404,7 @@ test("the command line runs commands with their output and status", async () => 
   const gone = await server.run(["delete", id]);
   expect(gone.exitCode).toBe(1);
   expect(gone.stderr).toContain("HTTP 404");
-}, 120_000);
+}, 180_000);
 
 test("ten rounds of pause and resume keep every file", async () => {
   const id = sandbox.sandboxId;
@@ -474,7 +474,7 @@ test("an orderly stop pauses what runs, and the next start has it", async () => 
   expect((await Sandbox.getInfo(sandbox.sandboxId, connection)).state).toBe("paused");
   sandbox = await Sandbox.connect(sandbox.sandboxId, { ...connection, timeoutMs: 600_000 });
   expect(await sandbox.files.read("/root/kept")).toBe("on disk");
-}, 120_000);
+}, 180_000);
 
 describe("fork and snapshot through the SDK", () => {
   test("a fork continues from the source's memory, as a sandbox of its own", async () => {
@@ -494,7 +494,7 @@ describe("fork and snapshot through the SDK", () => {
     }
     expect(await sandbox.files.read("/dev/shm/forked")).toBe("the source's");
     for (const child of children) await child.kill();
-  }, 120_000);
+  }, 180_000);
 
   test("a snapshot is made under a running command, found by name, started from and deleted", async () => {
     const ticks: string[] = [];
@@ -519,7 +519,7 @@ describe("fork and snapshot through the SDK", () => {
     expect(listed.map((snapshot) => snapshot.snapshotId)).toEqual([snapshotId]);
     expect(await Sandbox.deleteSnapshot(snapshotId, connection)).toBe(true);
     expect(await Sandbox.deleteSnapshot(snapshotId, connection)).toBe(false);
-  }, 120_000);
+  }, 180_000);
 });
 
 test("a server killed under running sandboxes: the next one has them, with their processes", async () => {
@@ -552,7 +552,7 @@ test("a server killed under running sandboxes: the next one has them, with their
   sandbox = await Sandbox.connect(id, { ...connection, timeoutMs: 600_000 });
   expect((await sandbox.commands.list()).map((process_) => process_.pid)).toContain(pid);
   for (const entry of JSON.parse(await cli("list"))) await cli("delete", entry.sandboxID);
-}, 120_000);
+}, 180_000);
 
 test("after the last delete nothing is left: processes, namespaces, routes, mounts, files", async () => {
   await cli("template", "delete", TEMPLATE);
@@ -567,4 +567,4 @@ test("after the last delete nothing is left: processes, namespaces, routes, moun
   expect(await files(join(server.home, "persisted-sandboxes/artifacts"))).toEqual([]);
   expect(await server.stop()).toBe(0);
   expect(await hostObjects(server)).toEqual([]);
-}, 120_000);
+}, 180_000);

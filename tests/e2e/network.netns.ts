@@ -490,7 +490,7 @@ afterAll(async () => {
   });
   stack.defer(async () => expect(await leftovers(node)).toEqual([]));
   stack.use(node);
-}, 120_000);
+}, 180_000);
 
 describe.each(RULES.map((rule) => [rule.name, rule] as const))("%s", (_name, rule) => {
   let id: string;
@@ -508,7 +508,7 @@ describe.each(RULES.map((rule) => [rule.name, rule] as const))("%s", (_name, rul
     const { refused, byName, filtered } = await node.orchestrator.networkReport(id);
     expect(refused.packets).toBeGreaterThan(0);
     expect(byName.connections.relayed).toBe(filtered ? 4 : 0);
-  }, 120_000);
+  }, 180_000);
 
   test("fork", async () => {
     const from = await mark();
@@ -517,7 +517,7 @@ describe.each(RULES.map((rule) => [rule.name, rule] as const))("%s", (_name, rul
     await check(targetOf("fork", child.record.id), rule);
     await node.orchestrator.kill(child.record.id);
     await expectNoChatter(rule, from);
-  }, 120_000);
+  }, 180_000);
 
   test("pause and resume", async () => {
     const from = await mark();
@@ -526,14 +526,14 @@ describe.each(RULES.map((rule) => [rule.name, rule] as const))("%s", (_name, rul
     await check(targetOf("resume", id), rule);
     await node.orchestrator.kill(id);
     await expectNoChatter(rule, from);
-  }, 120_000);
+  }, 180_000);
 
   test("cold boot", async () => {
     await using vm: RunningSandbox = await bootGuest(node, `cold-${RULES.indexOf(rule)}`, image, {
       egress: parseEgressPolicy(rule.input),
     });
     await check({ way: "cold", address: vm.hostAddress }, rule);
-  }, 120_000);
+  }, 180_000);
 });
 
 test("update: one running sandbox under all of them, one after the other", async () => {
@@ -548,7 +548,7 @@ test("update: one running sandbox under all of them, one after the other", async
   const from = await mark();
   while (!(await sent(from)).some(({ to }) => to === CHATTER)) await Bun.sleep(50);
   await node.orchestrator.kill(id);
-}, 120_000);
+}, 180_000);
 
 test("nobody heard what was denied to everybody", () => {
   expect(hostServer.lines).toEqual([]);

@@ -52,7 +52,7 @@ afterAll(async () => {
   await server?.[Symbol.asyncDispose]();
   await registry?.[Symbol.asyncDispose]();
   if (context !== undefined) rmSync(context, { recursive: true, force: true });
-}, 120_000);
+}, 180_000);
 
 interface Built {
   readonly templateId: string;
@@ -224,7 +224,7 @@ test("waitForPort (FR-59) is for that port alone: a listener on 8080 is not one 
   await inside("ports", async (sandbox) => {
     expect(await sh(sandbox, "ss -Htln | grep -cE ':(80|8080) '")).toBe("2");
   });
-}, 120_000);
+}, 180_000);
 
 test("FR-60: a start command that fails ends the build with its output", async () => {
   const template = Template()
@@ -232,7 +232,7 @@ test("FR-60: a start command that fails ends the build with its output", async (
     .setUser("root")
     .setStartCmd("echo going down >&2; exit 1", waitForFile("/never"));
   await expect(build(template, "failing")).rejects.toThrow(/start command: exit status 1: going down/);
-}, 60_000);
+}, 180_000);
 
 test("tags, exists, buildInBackground, getBuildStatus (FR-62): background build and its status", async () => {
   expect(await Template.exists("tagged", connection)).toBe(false);
@@ -271,7 +271,7 @@ test("tags, exists, buildInBackground, getBuildStatus (FR-62): background build 
     const again = await Sandbox.connect(sandbox.sandboxId, connection);
     expect(await sh(again, "cat /tag; sha256sum /usr/bin/python3 | wc -c")).toBe("tagged\n83");
   });
-}, 120_000);
+}, 180_000);
 
 describe("bounds", () => {
   test("FR-59, FR-60: steps that fail, by exit code and by a full disk, name themselves and give their last lines", async () => {
@@ -290,7 +290,7 @@ describe("bounds", () => {
 
     const full = Template().fromImage(registry.debian).setUser("root").runCmd("fallocate -l 8G /big");
     await expect(build(full, "full")).rejects.toThrow(/No space left|fallocate/);
-  }, 120_000);
+  }, 180_000);
 
   test("FR-60: a build that hangs is cancelled, and the template can be built again and deleted", async () => {
     const template = Template().fromImage(registry.debian).setUser("root").runCmd("echo began; sleep 3600");
@@ -316,7 +316,7 @@ describe("bounds", () => {
     expect((await api("DELETE", `/templates/${info.templateId}/builds/${info.buildId}`)).status).toBe(409);
     expect((await hostObjects(server)).filter((line) => line.includes("qemu"))).toEqual([]);
     expect((await api("DELETE", `/templates/${info.templateId}`)).status).toBe(204);
-  }, 120_000);
+  }, 180_000);
 
   test("an image that does not exist, and files that were not uploaded", async () => {
     const missing = Template().fromImage(`${registry.host}/no/such:1`);
@@ -328,7 +328,7 @@ describe("bounds", () => {
       step: "1",
       message: expect.stringContaining("not uploaded"),
     });
-  }, 60_000);
+  }, 180_000);
 
   test("FR-60: a server killed in mid-build: the build has failed after the restart, with the log it had", async () => {
     const template = Template()
@@ -357,7 +357,7 @@ describe("bounds", () => {
     const again = Template().fromImage(registry.debian).setUser("root").runCmd("echo tagged > /tag");
     const built = await build(again, "killed");
     expect(built.messages.some((line) => line.startsWith("CACHED [2/2]"))).toBe(true);
-  }, 120_000);
+  }, 180_000);
 });
 
 interface StatusJson {
@@ -420,4 +420,4 @@ test("after all: nothing is left of any build", async () => {
   expect(vms).toEqual([]);
   expect(await server.stop()).toBe(0);
   expect(await hostObjects(server)).toEqual([]);
-}, 60_000);
+}, 180_000);

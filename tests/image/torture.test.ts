@@ -101,7 +101,7 @@ let images = 0;
 
 beforeAll(async () => {
   if (able) rig = await startImageRig();
-}, 60_000);
+}, 120_000);
 
 function printTable(): void {
   if (converted.length === 0) return;
@@ -280,7 +280,7 @@ test.skipIf(!able)(
     for (const format of ["0.0", "0.1", "1.0"])
       await runCase({ name: `sparse files: pax ${format}`, layers: sparse(format) });
   },
-  60_000,
+  120_000,
 );
 
 test.skipIf(!able)("hostile layers are refused with the reason, and leave nothing", async () => {

@@ -25,7 +25,7 @@ export async function runNetnsSuite(suite: string): Promise<void> {
       process.execPath,
       "test",
       "--timeout",
-      "60000",
+      "120000",
       suite,
     ],
     { stdout: "pipe", stderr: "pipe", env: { ...process.env, AENV_NETNS_SUITE: "1" } },

@@ -104,7 +104,7 @@ describe("cache of merged indexes", () => {
       using stack = openStack({ lowers }, { indexCache });
       expectEqualBytes(readAll(stack), expected, "made again");
     }
-  }, 60_000);
+  }, 120_000);
 
   test("another file, order or list of layers is another entry", () => {
     using scratch = scratchDirectory("index-cache");
@@ -130,7 +130,7 @@ describe("cache of merged indexes", () => {
     using direct = openStack({ lowers: [c] });
     expectEqualBytes(readAll(stack), readAll(direct), "a file that was replaced");
     writeFileSync(a.file, now);
-  }, 60_000);
+  }, 120_000);
 
   test("stacks of one thread share the index, what is made of it is their own", () => {
     using scratch = scratchDirectory("index-cache");

@@ -129,7 +129,7 @@ describe("random operations against a plain array", () => {
         expectDisk({ lowers: [merged] }, model, "merged");
         const left = readdirSync(scratch.path).filter((name) => /tmp|fresh/.test(name));
         expect(left).toEqual([]);
-      }, 60_000);
+      }, 120_000);
     }
   }
 });
@@ -324,7 +324,7 @@ describe("what survives", () => {
     expect(again.image).toEqual(image);
     expect(check(again, acknowledged) || check(again, acknowledged + 1)).toBe(true);
     expect(existsSync(`${scratch.path}/up.data.restack`)).toBe(false);
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("layers we write", () => {
@@ -388,7 +388,7 @@ describe("layers we write", () => {
     ).toBe("invalid_compression");
     expect(codeOf(() => commitUpper(upper, `${scratch.path}/x`, { uuid: "no" }))).toBe("invalid_uuid");
     expect(readdirSync(scratch.path).filter((name) => name.includes("tmp"))).toEqual([]);
-  }, 60_000);
+  }, 120_000);
 
   test("a layer that does not compress never has 64 KiB blocks", () => {
     using scratch = scratchDirectory("random");

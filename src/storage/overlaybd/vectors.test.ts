@@ -103,7 +103,7 @@ describe("finished layers of the reference implementation", () => {
     using upper = openStack({ lowers: [], upper: copyPair("huge-offset.data", "huge-offset.index") });
     expectRanges(upper, entry.ranges);
     expect([...stack.mappedExtents("all")]).toEqual([...upper.mappedExtents("all")]);
-  }, 60_000);
+  }, 120_000);
 });
 
 describe("ZFiles", () => {
@@ -172,7 +172,7 @@ describe("stacks", () => {
       expect(stack.virtualSizeBytes).toBe(entry.virtual_size);
       expect(hashDisk(stack)).toBe(entry.disk_sha256);
       expectRanges(stack, entry.ranges);
-    }, 60_000);
+    }, 120_000);
   }
 });
 

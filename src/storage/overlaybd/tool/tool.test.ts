@@ -133,7 +133,7 @@ describe("against files of the original tools", () => {
       const compared = await ok("diff", files.join(","), target);
       expect(compared.text).toBe("the same");
     }
-  }, 60_000);
+  }, 120_000);
 
   test("inspect and verify agree with the manifest", async () => {
     for (const name of [
