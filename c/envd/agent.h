@@ -50,6 +50,7 @@ typedef struct agent {
   struct job *jobs, *jobs_waiting;
   struct watcher *watchers;
   struct ports *ports; // NULL: loopback services are not exposed
+  struct hold *hold;   // NULL: no file system is frozen
   unsigned njobs, nwaiting, nprocs, nwatchers;
   uint64_t cpu_busy, cpu_total; // /proc/stat at the last /metrics
   buf frame; // room for the message being sent, kept: large blocks are costly to get and give back
@@ -205,6 +206,14 @@ void files_compose(conn *c);  // POST /files/compose
 int ports_start(agent *ag, const char *addr);
 void ports_drop(agent *ag); // cuts the connections carried now
 void ports_close(agent *ag);
+
+// ---- hold.c ------------------------------------------------------------------------------------
+
+typedef struct hold hold;
+// /fsfreeze, /fsthaw and /halt. False: another path.
+bool hold_handle(conn *c, const char *path);
+void hold_release(agent *ag); // has what is frozen thawed
+void hold_close(agent *ag);
 
 // ---- identity.c --------------------------------------------------------------------------------
 

@@ -384,6 +384,7 @@ static void on_init(conn *c, const uint8_t *p, size_t n) {
   } else if ((err = apply_init(ag, j, c, false))) {
     http_error(c, 400, err);
   } else {
+    hold_release(ag); // whoever had the disks frozen has ended
     http_reply(c, 204, NULL, NULL, 0, "X-Envd-Version: " ENVD_VERSION "\r\nCache-Control: no-store\r\n");
   }
   arena_free(&a);
@@ -533,6 +534,8 @@ void api_handle(conn *c) {
       wrong_method(c, "POST");
     return;
   }
+  // The host alone, and of a machine that is all ours.
+  if (post && ag->guest && from_host(ag, c) && hold_handle(c, path)) return;
   if (!strcmp(path, "/files")) {
     if (get || post)
       files_handle(c);

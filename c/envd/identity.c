@@ -73,6 +73,19 @@ static void key_path(const agent *ag, char *out, size_t cap, const char *type, c
   snprintf(out, cap, "%s/etc/ssh/ssh_host_%s_key%s", ag->root, type, suffix);
 }
 
+// Which sandbox the keys were made for: one that is booted again from its own disk keeps them.
+static const char keys_owner[] = "/etc/ssh/.aenv-sandbox";
+
+static bool keys_are_of(const agent *ag, const char *id) {
+  char path[4200], *text;
+  snprintf(path, sizeof path, "%s%s", ag->root, keys_owner);
+  ssize_t n = read_whole(path, &text, 256);
+  if (n < 0) return false;
+  bool own = (size_t)n == strlen(id) && !memcmp(text, id, (size_t)n);
+  free(text);
+  return own;
+}
+
 static bool has_keys(const agent *ag) {
   char path[4200];
   for (int i = 0; i < KEY_TYPES; i++) {
@@ -153,6 +166,13 @@ static void renew_keys(void *owner, buf *out) {
     any = true;
     hup_sshd(ag);
   }
+  const char *id = env_get(ag->platform_env, "E2B_SANDBOX_ID");
+  if (!any || !id) return;
+  snprintf(path, sizeof path, "%s%s", ag->root, keys_owner);
+  int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0644);
+  int rc = fd < 0 ? -errno : write_all(fd, id, strlen(id));
+  if (fd >= 0) close(fd);
+  if (rc) buf_printf(out, "%s: %s; ", path, strerror(-rc));
 }
 
 static void keys_done(job *j, bool ok) {
@@ -172,5 +192,5 @@ void identity_apply(agent *ag, const char *id) {
   snprintf(line, sizeof line, "%.*s\n", (int)n, id);
   if (!access(path, F_OK)) complain("/etc/hostname", rewrite(path, line, false));
   machine_id(ag, id);
-  if (has_keys(ag) && !job_start(ag, ag, renew_keys, keys_done)) complain("SSH host keys", -EAGAIN);
+  if (has_keys(ag) && !keys_are_of(ag, id) && !job_start(ag, ag, renew_keys, keys_done)) complain("SSH host keys", -EAGAIN);
 }

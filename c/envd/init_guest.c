@@ -23,6 +23,7 @@
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/swap.h>
 #include <sys/sysmacros.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -31,6 +32,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "hold.h"
 #include "keep.h"
 
 static const char newroot[] = "/newroot";
@@ -468,23 +470,66 @@ static void start_agent(supervisor *s) {
   _exit(127);
 }
 
-static void stop_machine(bool restart) {
-  say(restart ? "aenv: init: restarting\n" : "aenv: init: powering off\n");
-  kill(-1, SIGTERM);
-  // Up to two seconds for an orderly end; PID 1 gets every orphan, so "no child" means nobody is left.
+// Waits until nobody is left, at most that long: PID 1 gets every orphan, so "no child" means just that.
+static bool all_gone(int limit_ms) {
   struct timespec step = {0, 10 * 1000 * 1000};
-  bool left = true;
-  for (int i = 0; i < 200 && left; i++) {
+  for (int waited = 0;; waited += 10) {
     pid_t pid;
     while ((pid = waitpid(-1, NULL, WNOHANG)) > 0) {
     }
-    left = !(pid < 0 && errno == ECHILD);
-    if (left) nanosleep(&step, NULL);
+    if (pid < 0 && errno == ECHILD) return true;
+    if (waited >= limit_ms) return false;
+    nanosleep(&step, NULL);
   }
-  kill(-1, SIGKILL);
+}
+
+static void end_swap(void) {
+  char *text, *rest;
+  if (read_whole("/proc/swaps", &text, 1 << 20) < 0) return;
+  for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+    line[strcspn(line, " \t")] = 0;
+    if (*line == '/' && swapoff(line)) warn(line, -errno);
+  }
+  free(text);
+}
+
+// What lies on disks is left as after an orderly end, marked clean: what is mounted last goes first.
+static void leave_disks(void) {
+  char *text;
+  ssize_t n = read_whole("/proc/self/mountinfo", &text, 4 << 20);
+  if (n < 0) {
+    warn("/proc/self/mountinfo", (int)n);
+    return;
+  }
+  end_swap();
   sync();
-  if (mount(NULL, "/", NULL, MS_REMOUNT | MS_RDONLY, NULL)) warn("remounting / read-only", -errno);
-  if (restart) reboot(RB_AUTOBOOT);
+  static mounted m;
+  for (char *line = text + n; line > text;) {
+    do line--;
+    while (line > text && line[-1] != '\n');
+    const char *at = line;
+    if (!mount_next(&at, &m)) continue;
+    if (strcmp(m.path, "/") && !umount2(m.path, 0)) continue;
+    if (!m.disk || !m.writable || !mount(NULL, m.path, NULL, MS_REMOUNT | MS_RDONLY, NULL)) continue;
+    char what[300];
+    snprintf(what, sizeof what, "remounting %.200s read-only", m.path);
+    warn(what, -errno);
+  }
+  free(text);
+}
+
+static void stop_machine(bool restart) {
+  say(restart ? "aenv: init: restarting\n" : "aenv: init: powering off\n");
+  kill(-1, SIGTERM);
+  if (!all_gone(2000)) { // an orderly end is worth that
+    kill(-1, SIGKILL);
+    if (!all_gone(5000)) say("aenv: init: processes are left that do not end\n");
+  }
+  leave_disks();
+  if (restart) {
+    sync();
+    reboot(RB_AUTOBOOT);
+  }
   machine_off();
 }
 

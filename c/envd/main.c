@@ -171,6 +171,7 @@ static int run_agent(int argc, char **argv) {
     procs_close(ag);
     watchers_close(ag);
     ports_close(ag);
+    hold_close(ag);
     http_close(&ag->http);
   }
   if (rc) fprintf(stderr, "aenv: agent: %s\n", strerror(-rc));

@@ -36,6 +36,8 @@ type FrontPart = "access" | "route" | "autoResume";
 function fakeOrchestrator() {
   const records = new Map<string, SandboxRecord>();
   const requests: CreateSandboxRequest[] = [];
+  /** Of the last pause, resume or connect. */
+  const asked: { memory?: boolean | undefined } = {};
   const coldRequests: Partial<CreateColdSandboxRequest>[] = [];
   const find = (id: string) => {
     const record = records.get(id);
@@ -108,7 +110,8 @@ function fakeOrchestrator() {
       find(id);
       records.delete(id);
     },
-    async pause(id) {
+    async pause(id, options) {
+      asked.memory = options?.memory;
       if (find(id).state === "paused") {
         throw new AenvError({
           code: "sandbox_state_conflict",
@@ -118,8 +121,12 @@ function fakeOrchestrator() {
       }
       change(id, { state: "paused" });
     },
-    resume: async (id, seconds) => change(id, { state: "running", endAt: deadline(seconds) }),
-    async connect(id, seconds) {
+    resume: async (id, seconds, options) => {
+      asked.memory = options?.memory;
+      return change(id, { state: "running", endAt: deadline(seconds) });
+    },
+    async connect(id, seconds, options) {
+      asked.memory = options?.memory;
       const resumed = find(id).state === "paused";
       const endAt = deadline(seconds);
       const current = find(id).endAt;
@@ -153,7 +160,7 @@ function fakeOrchestrator() {
     trafficToken: (id) => `traffic-${id}`,
     timings: () => ({}),
   };
-  return { orchestrator, records, requests, coldRequests };
+  return { orchestrator, records, requests, coldRequests, asked };
 }
 
 function fakeTemplates() {
@@ -422,7 +429,6 @@ describe("bad input", () => {
     expect((await call("POST", "/sandboxes", { templateID: "base", mcp: null })).status).toBe(201);
     for (const [field, name] of [
       [{ iam: { tokens: { a: { audience: "x", tokenType: "jwt" } } } }, "iam.tokens"],
-      [{ autoPauseMemory: false }, "autoPauseMemory"],
       [{ volumeMounts: [{ name: "v", path: "/v" }] }, "volumeMounts"],
       [{ network: { rules: { "a.example": [] } } }, "network.rules"],
       [{ network: { egressProxy: { address: "127.0.0.1:1" } } }, "network.egressProxy"],
@@ -519,22 +525,53 @@ describe("bad input", () => {
     expect(silent.headers.get("x-agentenv-ignored-fields")).toBeNull();
   });
 
-  test("a start without the memory is refused on every call that could mean it", async () => {
+  test("without memory or with it: every call that could mean it says so, and the default is with", async () => {
     const { json } = await call("POST", "/v2/sandboxes", { templateID: "base" });
-    for (const path of [
-      "sandboxes/:/pause",
-      "sandboxes/:/resume",
-      "sandboxes/:/connect",
-      "v2/sandboxes/:/connect",
-    ]) {
-      const reply = await call("POST", `/${path.replace(":", json.sandboxID)}`, {
+    for (const [path, status] of [
+      ["sandboxes/:/pause", 204],
+      ["sandboxes/:/resume", 201],
+      ["sandboxes/:/connect", 200],
+      ["v2/sandboxes/:/connect", 200],
+    ] as const) {
+      for (const [given, memory] of [
+        [{ memory: false }, false],
+        [{ memory: true }, true],
+        [{}, true],
+      ] as const) {
+        if (path.endsWith("pause")) await call("POST", `/sandboxes/${json.sandboxID}/resume`);
+        const reply = await call("POST", `/${path.replace(":", json.sandboxID)}`, { timeout: 60, ...given });
+        expect([path, reply.status, fake.asked.memory]).toEqual([path, status, memory]);
+      }
+      const wrong = await call("POST", `/${path.replace(":", json.sandboxID)}`, {
         timeout: 60,
-        memory: false,
+        memory: "no",
       });
-      expect(reply.json).toMatchObject({ code: 400, error_code: "unsupported_field" });
-      expect(reply.json.message).toContain("memory");
+      expect(wrong.status).toBe(400);
     }
-    expect((await call("GET", `/sandboxes/${json.sandboxID}`)).json.state).toBe("running");
+  });
+
+  test("autoPauseMemory: false is about a pause at the deadline that traffic does not undo", async () => {
+    const ask = (path: string, body: object) =>
+      call("POST", path, { templateID: "base", autoPauseMemory: false, ...body });
+    for (const [path, body, says] of [
+      ["/v2/sandboxes", {}, "it needs autoPause: true"],
+      ["/sandboxes", { autoPause: false }, "it needs autoPause: true"],
+      ["/v2/sandboxes", { autoPause: true, autoResume: { enabled: true } }, "autoResume.enabled"],
+      ["/sandboxes", { autoResume: { enabled: true } }, "autoResume.enabled"],
+    ] as const) {
+      const refused = await ask(path, body);
+      expect(refused.json).toMatchObject({ code: 400, error_code: "invalid_auto_pause_memory" });
+      expect(refused.json.message).toContain(says);
+    }
+    for (const [path, body] of [
+      ["/v2/sandboxes", { autoPause: true, autoResume: { enabled: false } }],
+      ["/sandboxes", {}],
+    ] as const) {
+      expect((await ask(path, body)).status).toBe(201);
+      expect(fake.requests.at(-1)).toMatchObject({ onTimeout: "pause", autoPauseMemory: false });
+    }
+    await call("POST", "/sandboxes", { templateID: "base", autoPauseMemory: true });
+    expect(fake.requests.at(-1)?.autoPauseMemory).toBeUndefined();
   });
 
   test("cold starts: fields, defaults, bounds", async () => {
@@ -631,7 +668,6 @@ describe("bad input", () => {
     expect(paused.status).toBe(204);
     expect((await call("POST", `/sandboxes/${id}/resume`)).status).toBe(201);
     expect((await call("POST", `/sandboxes/${id}/refreshes`, { duration: 3601 })).status).toBe(400);
-    expect((await call("POST", `/sandboxes/${id}/pause`, { memory: false })).status).toBe(400);
     expect((await call("DELETE", `/sandboxes/${id}`)).status).toBe(204);
     const build = await fetch(
       `${base}/v2/templates/${fakes.template.templateId}/builds/${fakes.template.id}`,

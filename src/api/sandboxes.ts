@@ -64,14 +64,12 @@ function unknownNetworkFields(network: Readonly<Record<string, unknown>> | undef
 function refuseUnsupported(body: {
   readonly customExtensionParams?: Record<string, unknown> | undefined;
   readonly volumeMounts?: readonly unknown[] | undefined;
-  readonly autoPauseMemory?: boolean | undefined;
   readonly network?: z.output<typeof schema.NetworkConfig> | undefined;
   readonly iam?: { readonly tokens?: Record<string, unknown> | undefined } | undefined;
 }): void {
   const refused: string[] = [];
   if (Object.keys(body.customExtensionParams ?? {}).length > 0) refused.push("customExtensionParams");
   if ((body.volumeMounts ?? []).length > 0) refused.push("volumeMounts");
-  if (body.autoPauseMemory === false) refused.push("autoPauseMemory: false");
   // Unknown members of `network` would be silently weaker rules.
   refused.push(...unknownNetworkFields(body.network));
   if (Object.keys(body.iam?.tokens ?? {}).length > 0) refused.push("iam.tokens");
@@ -95,9 +93,18 @@ function driveRequest(drive: z.output<typeof schema.AttachedDrive>): AttachedDri
   };
 }
 
-/** A pause or resume of the disk alone is never taken for one with memory. */
-function refuseWithoutMemory(memory: boolean | undefined): void {
-  if (memory === false) throw badRequest("not supported by this server: memory: false", "unsupported_field");
+/** What is kept at the deadline; a pause without memory is one that traffic cannot undo. */
+function autoPauseMemory(body: WarmBody): { readonly autoPauseMemory?: false } {
+  if (body.autoPauseMemory !== false) return {};
+  const needs = (what: string): AenvError =>
+    badRequest(`autoPauseMemory: false ${what}`, "invalid_auto_pause_memory");
+  if (!body.autoPause) throw needs("is about the pause at the deadline: it needs autoPause: true");
+  if (body.autoResume?.enabled === true) {
+    throw needs(
+      "cannot be had with autoResume.enabled: what is paused without memory is not woken by traffic",
+    );
+  }
+  return { autoPauseMemory: false };
 }
 
 /** Where the time of an operation went, in the standard header that browsers and tools show. */
@@ -176,6 +183,7 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
   ): CreateSandboxRequest => ({
     ...wishesOf(body, timeout, secure, body.allow_internet_access, origin),
     template: body.templateID,
+    ...autoPauseMemory(body),
     ...(body.mcp === undefined ? {} : { mcp: body.mcp }),
   });
 
@@ -425,16 +433,15 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
     route({
       method: "POST",
       path: "/sandboxes/:id/pause",
-      summary: "Pause a sandbox with its memory",
+      summary: "Pause a sandbox, with its memory or (memory: false) its disks alone",
       tag: "sandboxes",
       authenticated: true,
       body: schema.PauseRequest,
       success: [{ status: 204, description: "Paused and stored" }],
       errors: [400, 404, 409],
       run: async ({ params, body }) => {
-        refuseWithoutMemory(body.memory);
         const id = sandboxId(params);
-        await orchestrator.pause(id);
+        await orchestrator.pause(id, { memory: body.memory ?? true });
         return { status: 204, headers: serverTiming(orchestrator.timings(id).pause) };
       },
     }),
@@ -448,8 +455,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
       success: [{ status: 201, schema: schema.Sandbox, description: "The sandbox runs" }],
       errors: [400, 404, 409],
       run: async ({ params, body }) => {
-        refuseWithoutMemory(body.memory);
-        const record = await orchestrator.resume(sandboxId(params), body.timeout ?? defaultTimeoutSeconds);
+        const record = await orchestrator.resume(sandboxId(params), body.timeout ?? defaultTimeoutSeconds, {
+          memory: body.memory ?? true,
+        });
         return {
           status: 201,
           json: started(record),
@@ -476,8 +484,9 @@ export function sandboxRoutes(options: SandboxRoutesOptions): Route[] {
         ],
         errors: [400, 404, 409],
         run: async ({ params, body: given }) => {
-          refuseWithoutMemory(given.memory);
-          const { record, resumed } = await orchestrator.connect(sandboxId(params), given.timeout);
+          const { record, resumed } = await orchestrator.connect(sandboxId(params), given.timeout, {
+            memory: given.memory ?? true,
+          });
           return {
             status: resumed ? 201 : 200,
             json: started(record),

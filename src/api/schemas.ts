@@ -72,7 +72,10 @@ const createFields = {
   templateID: z.string().min(1).max(256),
   allow_internet_access: z.boolean().optional(),
   mcp: z.union([z.record(z.string(), z.unknown()), z.null()]).optional(),
-  autoPauseMemory: z.boolean().optional(),
+  autoPauseMemory: z
+    .boolean()
+    .optional()
+    .describe("false: a pause at the deadline keeps the disks alone; needs autoPause and no autoResume"),
   iam: z.strictObject({ tokens: z.record(z.string(), z.unknown()).optional() }).optional(),
 };
 
@@ -234,22 +237,34 @@ export const NetworkReport = component(
   }),
 );
 
-export const PauseRequest = component("PauseRequest", z.object({ memory: z.boolean().optional() }));
+export const PauseRequest = component(
+  "PauseRequest",
+  z.object({
+    memory: z
+      .boolean()
+      .optional()
+      .describe("false: the disks alone are kept; what runs ends, and a resume boots. Default: true"),
+  }),
+);
+const ResumeMemory = z
+  .boolean()
+  .optional()
+  .describe("false: boot it; 409 when it was paused with its memory. Without effect on one that runs");
 export const ResumeRequest = component(
   "ResumeRequest",
   z.object({
     timeout: TimeoutSeconds.optional(),
     autoPause: z.boolean().optional(),
-    memory: z.boolean().optional(),
+    memory: ResumeMemory,
   }),
 );
 export const ConnectRequest = component(
   "ConnectRequest",
-  z.object({ timeout: TimeoutSeconds, memory: z.boolean().optional() }),
+  z.object({ timeout: TimeoutSeconds, memory: ResumeMemory }),
 );
 export const ConnectRequestV2 = component(
   "ConnectRequestV2",
-  z.object({ timeout: TimeoutSeconds.default(300), memory: z.boolean().optional() }),
+  z.object({ timeout: TimeoutSeconds.default(300), memory: ResumeMemory }),
 );
 export const TimeoutRequest = component("TimeoutRequest", z.object({ timeout: TimeoutSeconds.optional() }));
 export const RefreshRequest = component(

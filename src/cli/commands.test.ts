@@ -217,6 +217,18 @@ describe("sandbox commands", () => {
     );
   });
 
+  test("pause --no-memory asks for the disks alone, and does not take what is paused for it", async () => {
+    const id = rig.sandbox({});
+    expect(await rig.aenv(["pause", "--no-memory", id])).toEqual({ code: 0, out: `Paused ${id}\n`, err: "" });
+    expect(rig.pausedWithMemory).toBe(false);
+    const again = await rig.aenv(["pause", "--no-memory", id]);
+    expect([again.code, again.out]).toEqual([1, ""]);
+    expect(again.err).toContain("the sandbox is paused");
+    await rig.aenv(["resume", id]);
+    expect((await rig.aenv(["pause", id])).code).toBe(0);
+    expect(rig.pausedWithMemory).toBe(true);
+  });
+
   test("pause, resume and delete take several ids: what fails keeps nothing from the others", async () => {
     const [one, two, gone] = [rig.sandbox(), rig.sandbox(), newId()];
     expect(await rig.aenv(["pause", one, two])).toEqual({

@@ -327,8 +327,10 @@ export const COMMANDS: readonly Command[] = [
     group: SANDBOXES,
     summary: "Pause sandboxes with their memory",
     arguments: [{ ...sandbox("running-sandbox"), many: true }],
-    flags: [],
-    examples: ["aenv pause ID", "aenv pause ID ID"],
+    details:
+      "With --no-memory the disks alone are kept, which takes less room: what runs is ended, and `aenv resume` and `aenv connect` boot the sandbox from its disks. Traffic does not wake it.",
+    flags: [{ name: "no-memory", help: "end what runs and keep the disks alone" }],
+    examples: ["aenv pause ID", "aenv pause ID ID", "aenv pause --no-memory ID"],
     run: pause,
   },
   {

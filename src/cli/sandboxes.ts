@@ -166,17 +166,22 @@ async function forEach(ids: readonly string[], work: (id: string) => Promise<voi
 }
 
 /** `aenv pause`. */
-export async function pause({ args }: Invocation): Promise<number> {
+export async function pause({ args, flags }: Invocation): Promise<number> {
+  const memory = !flags.has("no-memory");
   const api = await Api.open();
-  return forEach(args, (id) => pauseOne(api, id));
+  return forEach(args, (id) => pauseOne(api, id, memory));
 }
 
-async function pauseOne(api: Api, id: string): Promise<void> {
+async function pauseOne(api: Api, id: string, memory: boolean): Promise<void> {
   try {
-    await api.request("POST", `${path(id)}/pause`);
+    await api.request(
+      "POST",
+      `${path(id)}/pause`,
+      memory ? {} : { body: { memory }, timeoutMs: START_TIMEOUT_MS },
+    );
   } catch (error) {
-    // Paused already is what was asked for; any other conflict is not.
-    if (!(error instanceof ApiError) || error.status !== 409) throw error;
+    // Paused already is what was asked for, unless it may have been with its memory; any other conflict is not.
+    if (!(error instanceof ApiError) || error.status !== 409 || !memory) throw error;
     const { body } = await api.request<SandboxJson>("GET", path(id));
     if (body.state !== "paused") throw error;
   }

@@ -40,11 +40,20 @@ const TEXTS: Readonly<Record<string, string>> = {
   deleted: "sandbox deleted",
 };
 
+/** Of those that are told as cold. */
+const COLD_TEXTS: Readonly<Record<string, string>> = {
+  paused: "sandbox paused without its memory, its disks are stored",
+  pause_failed: "pause without memory failed",
+  resumed: "sandbox booted from its stored disks",
+  resume_failed: "boot from the stored disks failed, the sandbox stays paused",
+};
+
 function describe(event: LifecycleEvent): SandboxLogEntry {
   const fields: Record<string, string> = { source: "lifecycle", event: event.kind };
   if (event.durationMs !== undefined) fields.durationMs = event.durationMs.toFixed(1);
   for (const [phase, ms] of Object.entries(event.phases ?? {})) fields[`phase.${phase}`] = String(ms);
-  const text = TEXTS[event.kind] ?? event.kind.replaceAll("_", " ");
+  const cold = event.cold === true ? COLD_TEXTS[event.kind] : undefined;
+  const text = cold ?? TEXTS[event.kind] ?? event.kind.replaceAll("_", " ");
   return {
     atMs: event.atMs,
     level: LEVELS[event.kind] ?? "info",

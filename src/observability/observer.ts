@@ -93,6 +93,13 @@ const OPERATIONS: Readonly<
   fork_failed: ["fork", "error"],
 };
 
+/** Names of those that are told as cold: with a boot, or for one. */
+const COLD_OPERATIONS: Readonly<Record<string, string>> = {
+  create_warm: "create_cold",
+  pause: "pause_disks",
+  resume: "resume_cold",
+};
+
 const INFLIGHT: Readonly<Partial<Record<SandboxRecord["state"], string>>> = {
   resuming: "resume",
   pausing: "pause",
@@ -210,8 +217,8 @@ class ServerObserver implements NodeObserver {
 
   #measure(event: LifecycleEvent): void {
     const [usual, status] = OPERATIONS[event.kind] ?? [];
-    const operation = event.cold === true ? "create_cold" : usual;
-    if (operation === undefined || status === undefined) return;
+    if (usual === undefined || status === undefined) return;
+    const operation = event.cold === true ? (COLD_OPERATIONS[usual] ?? usual) : usual;
     for (const [stage, ms] of Object.entries(event.phases ?? {})) {
       if (stage !== "total") this.#stages.observe({ operation, stage, status }, ms / 1000);
     }

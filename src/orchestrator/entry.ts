@@ -1,5 +1,5 @@
 import { assert } from "../lib/errors.ts";
-import type { CapturedState, PhaseTimings, RunningSandbox } from "../sandbox/types.ts";
+import { hasMemory, type PausedState, type PhaseTimings, type RunningSandbox } from "../sandbox/types.ts";
 import type { SnapshotRecord } from "../snapshot/types.ts";
 import type { VmExit } from "../vmm/types.ts";
 import type { Seat } from "./capacity.ts";
@@ -25,7 +25,9 @@ export interface Entry {
   deadlineMs: number;
   startup: Startup;
   instance?: Instance;
-  paused?: { readonly artifactDir: string; readonly state: CapturedState };
+  paused?: { readonly artifactDir: string; readonly state: PausedState };
+  /** Of the pause under way, whether it keeps the memory. */
+  pausesMemory?: boolean;
   /** The VM of before the pause, which could not be stopped: it has to end before another one starts. */
   lingering?: RunningSandbox;
   /** Changes of its network under way; never fails. A pause waits for them, as it stores the record. */
@@ -65,6 +67,11 @@ export function newEntry(
     silentProbes: 0,
     ...fields,
   };
+}
+
+/** Whether traffic may wake it: what has to be booted answers too late, and with nothing that ran before. */
+export function autoResumes({ record, paused }: Entry): boolean {
+  return record.autoResume && (paused === undefined || hasMemory(paused.state));
 }
 
 export function isoTime(ms: number): string {

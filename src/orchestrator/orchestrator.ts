@@ -8,13 +8,16 @@ import type { Logger } from "../lib/log.ts";
 import { deriveEnvdToken, deriveTrafficToken } from "../lib/tokens.ts";
 import { type EgressPolicy, parseEgressPolicy } from "../network/index.ts";
 import type { SlotPolicyReport } from "../network/types.ts";
-import type {
-  Capture,
-  CapturedState,
-  GuestIdentity,
-  PhaseTimings,
-  RunningSandbox,
-  SandboxFactory,
+import {
+  type Capture,
+  type CapturedState,
+  type DiskCapture,
+  type GuestIdentity,
+  hasMemory,
+  type PausedState,
+  type PhaseTimings,
+  type RunningSandbox,
+  type SandboxFactory,
 } from "../sandbox/types.ts";
 import { contextOfImage, pinnedReference } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
@@ -22,6 +25,7 @@ import { Capacity, type CapacityLimits, type Seat } from "./capacity.ts";
 import { allowedBootWords, type ColdStartOptions, coldDiskSize, coldDisks, coldStartOff } from "./cold.ts";
 import { plannedDrives } from "./drives.ts";
 import {
+  autoResumes,
   type Entry,
   type Instance,
   isoTime,
@@ -47,6 +51,8 @@ import type {
   LifecycleEventKind,
   NetworkUpdate,
   NodeOrchestrator,
+  PauseOptions,
+  ResumeOptions,
   RouteLookup,
   SandboxAccess,
   SandboxRecord,
@@ -96,6 +102,8 @@ const ADOPTION_TRIES = 3;
 /** Captures that children start from, in the directory of the artifacts; none outlives the process. */
 const CHECKPOINTS = "checkpoints";
 const MAX_EVICTION_BACKOFF_MS = 60_000;
+/** Pauses without memory that fail at a deadline; the next one keeps it, as nothing is to run for ever. */
+const DISK_EVICTION_TRIES = 3;
 const SHUTDOWN_PASSES = 3;
 /** Ten years: past it a date is a mistake, not a wish. */
 const MAX_TIMEOUT_SECONDS = 315_360_000;
@@ -124,6 +132,8 @@ interface CaptureWords {
   /** What it was captured into; nothing of it stays. */
   readonly dir: string;
   readonly startedAt: number;
+  /** Of the disks alone. */
+  readonly cold?: true;
 }
 
 class SandboxOrchestrator implements NodeOrchestrator {
@@ -306,8 +316,13 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
   }
 
-  async #pauseIfRunning(entry: Entry): Promise<void> {
-    if (entry.state === "running") await operate(entry, "pausing", () => this.#pause(entry));
+  async #pauseIfRunning(entry: Entry, memory = true): Promise<void> {
+    if (entry.state === "running") await this.#beginPause(entry, memory);
+  }
+
+  async #beginPause(entry: Entry, memory: boolean): Promise<void> {
+    entry.pausesMemory = memory;
+    await operate(entry, "pausing", () => this.#pause(entry, memory));
   }
 
   #refuseWhenClosing(): void {
@@ -587,10 +602,13 @@ class SandboxOrchestrator implements NodeOrchestrator {
       const { root, drives, files } = disks;
       const resolveMs = Math.round((performance.now() - began) * 100) / 100;
       this.#pin(entry, files);
-      entry.startup = startupOf(
-        { context: contextOfImage(root.config), imageReference: pinnedReference(root) },
-        request.envVars,
-      );
+      entry.startup = {
+        ...startupOf(
+          { context: contextOfImage(root.config), imageReference: pinnedReference(root) },
+          request.envVars,
+        ),
+        ...(bootWords.length === 0 ? {} : { bootArgs: bootWords }),
+      };
       const running = await this.#startInstance(entry, () =>
         this.#options.sandboxes.boot({
           identity: this.#identity(entry),
@@ -687,6 +705,22 @@ class SandboxOrchestrator implements NodeOrchestrator {
     );
   }
 
+  /** A VM that goes on where it was stopped, or one that boots from the disks of one that was ended. */
+  #restart(entry: Entry, state: PausedState): Promise<RunningSandbox> {
+    if (hasMemory(state)) return this.#resumeInstance(entry, state);
+    const { shape, rootfs, drives } = state;
+    return this.#startInstance(entry, () =>
+      this.#options.sandboxes.boot({
+        identity: this.#identity(entry),
+        shape,
+        rootfs,
+        ...(drives === undefined ? {} : { drives }),
+        ...(entry.startup.bootArgs === undefined ? {} : { extraBootArgs: entry.startup.bootArgs }),
+        egress: egressOf(entry.record),
+      }),
+    );
+  }
+
   /** Starts a VM when it is its turn; on return it runs and the server is not shutting down. */
   async #startInstance(entry: Entry, start: () => Promise<RunningSandbox>): Promise<RunningSandbox> {
     const running = await this.#starts.run(async () => {
@@ -725,7 +759,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     const entry = this.#entries.get(id);
     // On its way out is gone, for traffic as for every other request.
     if (entry === undefined || entry.state === "killing") return { kind: "not_found" };
-    if (entry.state === "paused") return { kind: "paused", autoResume: entry.record.autoResume };
+    if (entry.state === "paused") return { kind: "paused", autoResume: autoResumes(entry) };
     // In place: the guest stands still for a moment and then answers whatever came meanwhile.
     if (!ROUTED.has(entry.state)) return { kind: "transitional", state: entry.state };
     const { instance } = entry;
@@ -812,20 +846,23 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   // ---- pause ------------------------------------------------------------------------------------
 
-  async pause(id: string): Promise<void> {
+  async pause(id: string, { memory = true }: PauseOptions = {}): Promise<void> {
     this.#refuseWhenClosing();
     const entry = this.#find(id);
     if (entry.state === "pausing") {
+      if (entry.pausesMemory !== memory) {
+        throw conflict(id, entry.state, `it is being paused ${memory ? "without" : "with"} its memory`);
+      }
       await entry.operation;
       return;
     }
     if (entry.state === "paused") throw conflict(id, entry.state, "it is paused already");
     if (entry.state !== "running") throw conflict(id, entry.state, "only a running sandbox can be paused");
-    await operate(entry, "pausing", () => this.#pause(entry));
+    await this.#beginPause(entry, memory);
   }
 
   /** State is `pausing`; ends in `paused`, in `running` as before, or without the sandbox. */
-  async #pause(entry: Entry): Promise<void> {
+  async #pause(entry: Entry, memory: boolean): Promise<void> {
     const { instance } = entry;
     assert(instance !== undefined, `running sandbox ${entry.id} has an instance`);
     const { running } = instance;
@@ -837,11 +874,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
       did: "could not be paused",
       dir: artifactDir,
       startedAt,
+      ...(memory ? {} : { cold: true }),
     };
 
-    let state: CapturedState;
+    let state: PausedState;
     try {
-      const captured = await running.capture(artifactDir);
+      const captured: Capture | DiskCapture = memory
+        ? await running.capture(artifactDir)
+        : await running.captureDisks(artifactDir);
       state = captured.state;
       entry.timings.pause = captured.timings;
     } catch (error) {
@@ -849,14 +889,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
 
     try {
-      const { id, state: _, ...record } = viewOf(entry);
-      this.#db.setPaused({
-        version: 1,
-        record: { id, ...record },
-        startup: entry.startup,
-        artifactDir,
-        state,
-      });
+      this.#storePaused(entry, { artifactDir, state });
     } catch (error) {
       let outcome: unknown = error;
       try {
@@ -873,9 +906,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
     // Durable from here on. The stop comes before the state: a resume must not meet the old VM.
     this.#cut(instance, "the sandbox was paused");
-    entry.paused = { artifactDir, state };
     entry.instance = undefined;
-    this.#pin(entry, digestFiles(state));
+    if (!memory) await this.#haltGuest(entry, running);
     try {
       await running.stop();
     } catch (error) {
@@ -888,12 +920,39 @@ class SandboxOrchestrator implements NodeOrchestrator {
     this.#leave(entry);
     move(entry, "paused");
     const totalMs = performance.now() - startedAt;
-    this.#log.info({ sandboxId: entry.id, timings: entry.timings.pause, totalMs }, "sandbox paused");
+    this.#log.info({ sandboxId: entry.id, memory, timings: entry.timings.pause, totalMs }, "sandbox paused");
     this.#emit("paused", entry.id, {
       durationMs: totalMs,
+      ...(memory ? {} : { cold: true }),
       ...(entry.timings.pause === undefined ? {} : { phases: entry.timings.pause }),
     });
     this.#inBackground("old captures were not removed", this.#removeOldGenerations(entry));
+  }
+
+  /** From here on, whatever happens to this process, the sandbox is paused with this. */
+  #storePaused(entry: Entry, paused: NonNullable<Entry["paused"]>): void {
+    const { state: _, ...record } = viewOf(entry);
+    this.#db.setPaused({ version: 1, record, startup: entry.startup, ...paused });
+    entry.paused = paused;
+    this.#pin(entry, digestFiles(paused.state));
+  }
+
+  /**
+   * What was captured is whole, and all that is promised. An orderly end of the guest makes it better: processes
+   * store what they have, files that were deleted while open go, and the file systems are marked clean.
+   */
+  async #haltGuest(entry: Entry, running: RunningSandbox): Promise<void> {
+    const artifactDir = join(this.#options.artifactsDir, entry.id, newId());
+    try {
+      const { state, timings } = await running.halt(artifactDir);
+      this.#storePaused(entry, { artifactDir, state });
+      entry.timings.pause = addTimings(entry.timings.pause ?? {}, timings);
+    } catch (error) {
+      this.#log.warn(
+        { err: error, sandboxId: entry.id },
+        "a guest was not shut down in order; its disks are kept as they were written out before",
+      );
+    }
   }
 
   /** After a capture that failed: the sandbox runs as before, or is gone. Returns the error for the caller. */
@@ -907,6 +966,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       this.#log.warn({ err: cleanup, dir: words.dir }, "a capture of no use was not removed"),
     );
     this.#emit(words.failed, entry.id, {
+      ...(words.cold === undefined ? {} : { cold: words.cold }),
       durationMs: performance.now() - words.startedAt,
       reason: errorChain(error)[0] ?? "unknown cause",
     });
@@ -1087,7 +1147,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
 
   // ---- resume, connect, deadlines ---------------------------------------------------------------
 
-  async resume(id: string, timeoutSeconds: number): Promise<SandboxRecord> {
+  async resume(
+    id: string,
+    timeoutSeconds: number,
+    { memory = true }: ResumeOptions = {},
+  ): Promise<SandboxRecord> {
     this.#refuseWhenClosing();
     this.#checkTimeout(timeoutSeconds);
     const patience = new Patience(this.#waitMs);
@@ -1098,6 +1162,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
           this.#moveDeadline(entry, timeoutSeconds, "exact");
           return viewOf(entry);
         case "paused":
+          refuseMemoryKept(entry, memory);
           await operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
           return viewOf(entry);
         case "resuming":
@@ -1112,7 +1177,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     }
   }
 
-  async connect(id: string, timeoutSeconds: number): Promise<{ record: SandboxRecord; resumed: boolean }> {
+  async connect(
+    id: string,
+    timeoutSeconds: number,
+    { memory = true }: ResumeOptions = {},
+  ): Promise<{ record: SandboxRecord; resumed: boolean }> {
     this.#refuseWhenClosing();
     this.#checkTimeout(timeoutSeconds);
     const patience = new Patience(this.#waitMs);
@@ -1123,6 +1192,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
           this.#moveDeadline(entry, timeoutSeconds, "extend");
           return { record: viewOf(entry), resumed: false };
         case "paused":
+          refuseMemoryKept(entry, memory);
           await operate(entry, "resuming", () => this.#resume(entry, timeoutSeconds));
           return { record: viewOf(entry), resumed: true };
         case "resuming":
@@ -1138,13 +1208,14 @@ class SandboxOrchestrator implements NodeOrchestrator {
   async #resume(entry: Entry, timeoutSeconds: number): Promise<void> {
     const { paused, deadlineMs, record } = entry;
     assert(paused !== undefined, `paused sandbox ${entry.id} has a captured state`);
+    const cold = hasMemory(paused.state) ? {} : { cold: true as const };
     const startedAt = performance.now();
     let running: RunningSandbox | undefined;
     try {
       entry.seat = this.#capacity.take(record.memoryMiB);
       this.#db.setLifecycle(entry.id, "resuming");
       await this.#stopLingering(entry);
-      running = await this.#resumeInstance(entry, paused.state);
+      running = await this.#restart(entry, paused.state);
       this.#attach(entry, running);
       this.#setDeadline(entry, timeoutSeconds, "exact");
       this.#db.setResumed(this.#runningDocument(entry));
@@ -1162,6 +1233,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       }
       move(entry, "paused");
       this.#emit("resume_failed", entry.id, {
+        ...cold,
         durationMs: performance.now() - startedAt,
         reason: errorChain(error)[0] ?? "unknown cause",
       });
@@ -1177,7 +1249,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
     entry.paused = undefined;
     entry.timings.resume = running.timings;
     this.#rest(entry);
-    this.#emit("resumed", entry.id, { durationMs: performance.now() - startedAt, phases: running.timings });
+    this.#emit("resumed", entry.id, {
+      durationMs: performance.now() - startedAt,
+      phases: running.timings,
+      ...cold,
+    });
     // The running sandbox holds links of its own to the layers it needs.
     this.#inBackground("a used capture was not removed", removeTree(paused.artifactDir));
   }
@@ -1286,7 +1362,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
       const entry = this.#find(id);
       if (entry.state === "running") return;
       if (entry.state === "paused") {
-        if (!entry.record.autoResume) {
+        if (!autoResumes(entry)) {
           throw new AenvError({
             code: "sandbox_paused",
             status: 410,
@@ -1354,7 +1430,7 @@ class SandboxOrchestrator implements NodeOrchestrator {
     if (this.#closing !== undefined || entry.state !== "running" || entry.deadlineMs > this.#now()) return;
     this.#emit("expired", entry.id, { reason: `its action at the deadline is: ${entry.record.onTimeout}` });
     try {
-      if (entry.record.onTimeout === "pause") await this.#pauseIfRunning(entry);
+      if (entry.record.onTimeout === "pause") await this.#evictByPause(entry);
       else await this.#kill(entry.id);
       this.#log.info(
         { sandboxId: entry.id, onTimeout: entry.record.onTimeout },
@@ -1373,6 +1449,18 @@ class SandboxOrchestrator implements NodeOrchestrator {
         "expired sandbox was not evicted",
       );
     }
+  }
+
+  async #evictByPause(entry: Entry): Promise<void> {
+    const disksOnly = entry.record.autoPauseMemory === false;
+    const memory = !disksOnly || entry.evictFailures >= DISK_EVICTION_TRIES;
+    if (disksOnly && memory) {
+      this.#log.warn(
+        { sandboxId: entry.id, tries: entry.evictFailures },
+        "its disks could not be kept alone at its deadline: it is paused with its memory",
+      );
+    }
+    await this.#pauseIfRunning(entry, memory);
   }
 
   // ---- garbage ----------------------------------------------------------------------------------
@@ -1405,6 +1493,25 @@ async function refuseForgotten(statePath: string, artifactsDir: string): Promise
     message: `${statePath} is missing or empty, but ${artifactsDir} holds ${forgotten.size} paused sandboxes`,
     remediation: `restore ${statePath} from a backup; to give those sandboxes up, move ${artifactsDir} away`,
   });
+}
+
+/** Error 409 `memory_kept` for a boot from the disk of a sandbox that has its memory: the two belong together. */
+function refuseMemoryKept({ id, paused }: Entry, memory: boolean): void {
+  if (memory || paused === undefined || !hasMemory(paused.state)) return;
+  throw new AenvError({
+    code: "memory_kept",
+    status: 409,
+    message: `sandbox ${id} was paused with its memory, which holds a part of what is on its disk: it cannot be booted without`,
+    remediation: "resume it with its memory; to boot it, pause it with memory: false and resume it again",
+  });
+}
+
+/** Phases of two parts of one operation. */
+function addTimings(one: PhaseTimings, other: PhaseTimings): PhaseTimings {
+  const sum: Record<string, number> = { ...one };
+  for (const [phase, ms] of Object.entries(other))
+    sum[phase] = Math.round(((sum[phase] ?? 0) + ms) * 100) / 100;
+  return sum;
 }
 
 async function namesIn(dir: string): Promise<string[]> {

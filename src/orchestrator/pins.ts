@@ -1,7 +1,7 @@
-import { type CapturedState, stateLayers } from "../sandbox/types.ts";
+import { type PausedState, stateLayers } from "../sandbox/types.ts";
 
 /** Content-addressed files of a state: those that others share and a sweep might remove. */
-export function digestFiles(state: CapturedState): string[] {
+export function digestFiles(state: PausedState): string[] {
   return stateLayers(state)
     .filter((layer) => layer.digest !== undefined)
     .map((layer) => layer.file);

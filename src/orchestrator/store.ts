@@ -3,7 +3,7 @@ import { existsSync, mkdirSync } from "node:fs";
 import { dirname } from "node:path";
 import { AenvError } from "../lib/errors.ts";
 import type { Logger } from "../lib/log.ts";
-import { type CapturedState, isStateVersion } from "../sandbox/types.ts";
+import { isPausedVersion, type PausedState } from "../sandbox/types.ts";
 import type { StartupContext } from "../snapshot/types.ts";
 import type { SandboxRecord } from "./types.ts";
 
@@ -15,6 +15,8 @@ export interface Startup {
   /** The rest of what its template or snapshot says, for snapshots made of it. */
   readonly image?: Omit<StartupContext, "envVars" | "user" | "workdir">;
   readonly imageReference?: string;
+  /** Words for the kernel besides ours, at every boot; absent: none. */
+  readonly bootArgs?: readonly string[];
 }
 
 /** A paused sandbox as it is kept on disk. Tokens are not in it: they are derived. */
@@ -24,7 +26,7 @@ export interface PausedDocument {
   readonly startup: Startup;
   /** Directory of the capture; everything `state` names without a digest lies in it. */
   readonly artifactDir: string;
-  readonly state: CapturedState;
+  readonly state: PausedState;
 }
 
 /** A running sandbox as another process finds it: with the files of the sandbox room it can be adopted. */
@@ -113,7 +115,7 @@ export class SandboxStore implements Disposable {
         if (
           document.version !== 1 ||
           document.record?.id !== row.id ||
-          !isStateVersion(document.state?.version)
+          !isPausedVersion(document.state?.version)
         ) {
           throw new Error(`not a record of version 1 of sandbox ${row.id}`);
         }

@@ -41,6 +41,8 @@ export interface SandboxRecord {
   readonly endAt: string;
   readonly timeoutSeconds: number;
   readonly onTimeout: "kill" | "pause";
+  /** A pause at the deadline keeps the disks alone. */
+  readonly autoPauseMemory?: false;
   readonly autoResume: boolean;
   readonly secure: boolean;
   readonly metadata: Readonly<Record<string, string>>;
@@ -68,6 +70,7 @@ export interface SandboxOrigin {
 interface SandboxWishes {
   readonly timeoutSeconds: number;
   readonly onTimeout: "kill" | "pause";
+  readonly autoPauseMemory?: false;
   readonly autoResume: boolean;
   readonly secure: boolean;
   readonly metadata: Readonly<Record<string, string>>;
@@ -166,7 +169,7 @@ export interface LifecycleEvent {
   readonly phases?: PhaseTimings;
   /** Why, for failures and ends. */
   readonly reason?: string;
-  /** It boots from an image and not from a captured state. */
+  /** It boots and does not go on from a captured state; of a pause: no memory is kept, so that a boot will follow. */
   readonly cold?: true;
 }
 
@@ -179,6 +182,16 @@ export interface ForkRequest {
 
 /** One child of a fork: it runs, or why not. */
 export type ForkOutcome = { readonly record: SandboxRecord } | { readonly error: AenvError };
+
+export interface PauseOptions {
+  /** Absent: true. */
+  readonly memory?: boolean;
+}
+
+export interface ResumeOptions {
+  /** Absent: true, which is what there is: a sandbox without memory is booted. */
+  readonly memory?: boolean;
+}
 
 export interface SnapshotRequest {
   /** `alias` or `alias:tag` that shall point at the snapshot. */
@@ -222,7 +235,11 @@ export interface Orchestrator extends AsyncDisposable {
   /** All sandboxes that a list may show, in no particular order. */
   list(): SandboxRecord[];
   kill(id: string): Promise<void>;
-  pause(id: string): Promise<void>;
+  /**
+   * With `memory: false` the disks alone are kept, written out and clean; what runs ends, and a resume boots.
+   * Error `guest_too_old` 409 when the agent in the guest cannot do that.
+   */
+  pause(id: string, options?: PauseOptions): Promise<void>;
   /**
    * One capture of a running sandbox, which stands still for a moment and goes on, and `count` new sandboxes
    * from it. Each child starts or fails by itself; the outcomes are in order. Rejects when there is no capture.
@@ -237,10 +254,17 @@ export interface Orchestrator extends AsyncDisposable {
   listSnapshots(filter: SnapshotFilter): Promise<SnapshotRecord[]>;
   /** By id or name; `snapshot_not_found` 404 also for templates. */
   getSnapshot(name: string): Promise<SnapshotRecord>;
-  /** Sets the deadline to now + timeout, resuming when paused. */
-  resume(id: string, timeoutSeconds: number): Promise<SandboxRecord>;
+  /**
+   * Sets the deadline to now + timeout, resuming when paused: with its memory, or by a boot where it was paused
+   * without. `memory: false` asks for a boot; error `memory_kept` 409 where it was paused with its memory.
+   */
+  resume(id: string, timeoutSeconds: number, options?: ResumeOptions): Promise<SandboxRecord>;
   /** Like resume for a paused sandbox; a running one's deadline is only ever extended. */
-  connect(id: string, timeoutSeconds: number): Promise<{ record: SandboxRecord; resumed: boolean }>;
+  connect(
+    id: string,
+    timeoutSeconds: number,
+    options?: ResumeOptions,
+  ): Promise<{ record: SandboxRecord; resumed: boolean }>;
   setTimeout(id: string, timeoutSeconds: number): Promise<void>;
   /** Never shortens; absent: the server's default timeout. */
   refresh(id: string, durationSeconds?: number): Promise<void>;

@@ -8,7 +8,16 @@ import { faults, type ProxyFault } from "./replies.ts";
 export const AGENT_PORT = 49_983;
 
 /** Paths of the agent that only the host may call. */
-const HOST_ONLY = new Set(["/init", "/freeze", "/unfreeze", "/collapse", "/fsfreeze", "/fsthaw", "/upgrade"]);
+const HOST_ONLY = new Set([
+  "/init",
+  "/freeze",
+  "/unfreeze",
+  "/collapse",
+  "/fsfreeze",
+  "/fsthaw",
+  "/halt",
+  "/upgrade",
+]);
 
 export interface DataRequest {
   readonly method: string;

@@ -206,6 +206,8 @@ export class Exchange {
               return fault(faults.resumeTimedOut);
             }
           } catch (error) {
+            // Its pause, which was waited for, was one without memory.
+            if (error instanceof AenvError && error.code === "sandbox_paused") return fault(faults.paused);
             log.warn({ err: error, sandboxId }, "auto-resume failed");
             return fault(faults.resumeFailed);
           } finally {

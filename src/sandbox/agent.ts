@@ -459,6 +459,44 @@ export async function probeHealth(address: Address, timeoutMs: number): Promise<
   throw unreachable(address, "GET /health", new Error(`it answered ${status}`));
 }
 
+/**
+ * One of the agent's routes for the host alone. Errors: `guest_too_old` 409 for an agent without it,
+ * `agent_unreachable` 502, `guest_refused` 500 with the agent's words.
+ */
+async function hostCall(address: Address, path: string, timeoutMs: number): Promise<void> {
+  const { status, body } = await call(address, { method: "POST", path, timeoutMs });
+  if (status === 204) return;
+  if (status === 404) {
+    throw new AenvError({
+      code: "guest_too_old",
+      status: 409,
+      message:
+        "the agent in the guest is of an earlier version, which cannot leave its disks whole without its memory",
+      remediation:
+        "pause it with its memory; sandboxes of templates that are built again with this version can be paused without",
+    });
+  }
+  throw new AenvError({
+    code: "guest_refused",
+    message: `the guest agent answered POST ${path} with ${status}: ${body.toString("utf8").slice(0, 500)}`,
+  });
+}
+
+/** Writes out the file systems on the guest's disks and holds them still: for 30 s, until `thawDisks` or an `/init`. */
+export function freezeDisks(address: Address, timeoutMs: number): Promise<void> {
+  return hostCall(address, "/fsfreeze", timeoutMs);
+}
+
+/** Error `guest_refused` also when they were not still any more. */
+export function thawDisks(address: Address, timeoutMs: number): Promise<void> {
+  return hostCall(address, "/fsthaw", timeoutMs);
+}
+
+/** The guest begins to end: its processes, then its file systems, then itself. */
+export function haltGuest(address: Address, timeoutMs: number): Promise<void> {
+  return hostCall(address, "/halt", timeoutMs);
+}
+
 /** Polls `/health` every `pollMs` until it answers 2xx; `agent_not_ready` after `timeoutMs`. */
 export async function waitHealthy(
   address: Address,

@@ -103,8 +103,8 @@ class FakeVm implements VmHandle {
     failWhen("kill");
     this.die();
   }
-  die(): void {
-    this.#exit.resolve({ exitCode: null, signal: "SIGKILL", stderrTail: "out of luck" });
+  die(how: Partial<VmExit> = {}): void {
+    this.#exit.resolve({ exitCode: null, signal: "SIGKILL", stderrTail: "out of luck", ...how });
     drop("vm");
   }
   async [Symbol.asyncDispose](): Promise<void> {
@@ -469,6 +469,101 @@ describe("capture", () => {
       factory.checkBoot({ drives: [], extraBootArgs: [`a=${"b".repeat(2000)}`] }),
     ).rejects.toMatchObject({ code: "invalid_boot_args" });
     expect(world.launches).toEqual([]);
+  });
+
+  test("disks alone: captured while they stand still, again after an orderly end, and booted", async () => {
+    const disk = { lowers: [baseLayer()], virtualSizeBytes: 64 * MIB };
+    const drives = [
+      { driveId: "in", readOnly: false, mountPath: "/srv", ...disk },
+      { driveId: "ro", readOnly: true, mountPath: "/opt", ...disk },
+    ];
+    const boot = { ...spec(), drives };
+    const running = await factory.boot(boot);
+    const [vm] = world.vms;
+    const still: boolean[] = [];
+    agent.onHold.set("/fsfreeze", () => still.push(vm!.running));
+    agent.onHold.set("/fsthaw", () => still.push(vm!.running));
+    agent.onHold.set("/halt", () => vm!.die({ exitCode: 0, signal: null }));
+    const first = (await running.captureDisks(join(home, "first"))).state;
+    expect(vm!.running).toBeFalse();
+    const { state: last, timings } = await running.halt(join(home, "last"));
+    expect(agent.holds).toEqual(["/fsfreeze", "/fsthaw", "/halt"]);
+    expect(still).toEqual([true, true]);
+    expect(Object.keys(timings)).toContain("shutdown");
+    await running.stop();
+
+    for (const [state, dir, lowers] of [
+      [first, "first", 2],
+      [last, "last", 3],
+    ] as const) {
+      expect(state).toMatchObject({ version: 3, shape: boot.shape, envdVersion: "0.5.15" });
+      expect(state.rootfs.lowers).toHaveLength(lowers);
+      expect(state.rootfs.lowers.at(-1)?.file).toStartWith(join(home, dir));
+      expect(state.drives?.map((drive) => [drive.driveId, drive.lowers.length])).toEqual([
+        ["in", lowers],
+        ["ro", 1],
+      ]);
+      expect(JSON.parse(readFileSync(join(home, dir, "state.json"), "utf8"))).toEqual(state);
+      expect(readdirSync(join(home, dir)).filter((name) => /memory|device/.test(name))).toEqual([]);
+      const { shape, rootfs } = state;
+      const identity = { sandboxId: newId(), templateId: "t", envVars: {} };
+      const again = await factory.boot({
+        identity,
+        shape,
+        rootfs,
+        ...(state.drives === undefined ? {} : { drives: state.drives }),
+      });
+      expect(world.launches.at(-1)?.kernelArgs).toContain("aenv.drives=vdb:rw:/srv,vdc:ro:/opt");
+      expect(world.launches.at(-1)).not.toHaveProperty("deviceStatePath");
+      await again.stop();
+    }
+  });
+
+  test("disks alone: what fails before they are stored leaves a guest that runs and may write", async () => {
+    const running = await factory.boot(spec());
+    const [vm] = world.vms;
+    const attempt = (): Promise<unknown> =>
+      running.captureDisks(join(home, "attempt")).then(
+        () => "done",
+        (error: unknown) => error,
+      );
+    const runsOn = (holds: string[]): void => {
+      expect(vm!.running).toBeTrue();
+      expect(agent.holds.splice(0)).toEqual(holds);
+      expect(existsSync(join(home, "attempt"))).toBeFalse();
+    };
+    agent.onHold.set("/fsfreeze", 404);
+    expect(await attempt()).toMatchObject({ code: "guest_too_old", status: 409 });
+    runsOn(["/fsfreeze"]);
+    agent.onHold.set("/fsfreeze", 500);
+    expect(await attempt()).toMatchObject({ code: "guest_refused" });
+    runsOn(["/fsfreeze"]);
+    agent.onHold.delete("/fsfreeze");
+    for (const what of ["pause", "restack"] as const) {
+      world.fail[what] = "no luck";
+      expect(String(await attempt())).toContain(what === "pause" ? "no luck" : "restack failed");
+      delete world.fail[what];
+      runsOn(["/fsfreeze", "/fsthaw"]);
+    }
+    world.fail.restack = "restack_terminal";
+    expect(await attempt()).toMatchObject({ code: "capture_terminal" });
+    delete world.fail.restack;
+    // Taken, and then not wanted: it goes on as after any capture.
+    agent.holds.splice(0);
+    await running.captureDisks(join(home, "taken"));
+    await running.resumeInPlace();
+    runsOn(["/fsfreeze", "/fsthaw"]);
+    // A guest that cannot end, and one that ends by a crash.
+    await running.captureDisks(join(home, "again"));
+    agent.onHold.set("/halt", 500);
+    await expect(running.halt(join(home, "attempt"))).rejects.toMatchObject({ code: "guest_refused" });
+    expect(existsSync(join(home, "attempt"))).toBeFalse();
+    await running.stop();
+    const crashing = await factory.boot(spec());
+    await crashing.captureDisks(join(home, "third"));
+    agent.onHold.set("/halt", () => world.vms.at(-1)!.die());
+    await expect(crashing.halt(join(home, "attempt"))).rejects.toMatchObject({ code: "vm_died" });
+    await crashing.stop();
   });
 
   test("drives: devices of their own, captured, resumed from, adopted and released with the rest", async () => {

@@ -21,7 +21,15 @@ import type {
   VmmDriver,
   VmShape,
 } from "../vmm/types.ts";
-import { createAgentClient, parseAgentAddress, probeHealth, waitHealthy } from "./agent.ts";
+import {
+  createAgentClient,
+  freezeDisks,
+  haltGuest,
+  parseAgentAddress,
+  probeHealth,
+  thawDisks,
+  waitHealthy,
+} from "./agent.ts";
 import {
   createLayerMerger,
   type LayerMerger,
@@ -48,7 +56,10 @@ import {
   type BootPlan,
   type BootSpec,
   type Capture,
+  type CapturedDisks,
   type CapturedState,
+  DISKS_VERSION,
+  type DiskCapture,
   type DiskImage,
   type GuestIdentity,
   type PhaseTimings,
@@ -103,6 +114,13 @@ const MIN_FREE_BYTES = 1 << 20;
 const MAX_LIVE_LOWERS = 128;
 /** How long the adoption of a sandbox waits for its agent; one that is slower is told later. */
 const ADOPTION_INIT_MS = 1000;
+/** Writing out what a guest has in its memory may take a while. */
+const FREEZE_MS = 60_000;
+/** Far below the time after which a guest goes on by itself. */
+const FROZEN_MAX_MS = 10_000;
+const THAW_MS = 5000;
+/** A guest's processes have two seconds for an orderly end, and five after SIGKILL. */
+const HALT_MS = 20_000;
 
 /** What a guest can read of itself where the VMM has a metadata service. The token is there by its hash alone. */
 export function guestMetadata(identity: GuestIdentity): Record<string, string> {
@@ -702,6 +720,8 @@ class Running implements RunningSandbox {
   #capturing = false;
   /** A disk that is just made anew, as it will be: known to another process, should this one end meanwhile. */
   #remade: DeviceSpec | undefined;
+  /** The guest's file systems are held still. */
+  #frozen = false;
   /** The last write of the live record; never fails. */
   #writing: Promise<void> = Promise.resolve();
 
@@ -718,6 +738,9 @@ class Running implements RunningSandbox {
 
   get sandboxId(): string {
     return this.#parts.live.sandboxId;
+  }
+  get #address(): ReturnType<typeof parseAgentAddress> {
+    return parseAgentAddress(this.#parts.agentAddress);
   }
   get hostAddress(): string {
     return this.#parts.agentAddress;
@@ -778,8 +801,67 @@ class Running implements RunningSandbox {
     });
   }
 
+  async captureDisks(dir: string): Promise<DiskCapture> {
+    const watch = new Stopwatch();
+    const { vm } = this.#parts;
+    return this.#capture(dir, watch, async () => {
+      await watch.measure("freeze", () => freezeDisks(this.#address, FREEZE_MS));
+      this.#frozen = true;
+      const frozenAt = performance.now();
+      let paused = false;
+      try {
+        await watch.measure("vmm_pause", () => vm.pause());
+        paused = true;
+        const stillMs = performance.now() - frozenAt;
+        if (stillMs > FROZEN_MAX_MS) {
+          throw new Error(`the VM stood still only ${Math.round(stillMs)} ms after its file systems did`);
+        }
+        const chains = await watch.measure("disk_seal", () => this.#sealDisks());
+        return await watch.measure("commit", () => this.#commitDisks(dir, chains));
+      } catch (error) {
+        const outcome = await this.#recover(error, paused);
+        await this.#thaw();
+        throw outcome;
+      }
+    });
+  }
+
+  async halt(dir: string): Promise<DiskCapture> {
+    const watch = new Stopwatch();
+    const { vm } = this.#parts;
+    return this.#capture(dir, watch, async () => {
+      await watch.measure("shutdown", async () => {
+        await this.resumeInPlace();
+        await haltGuest(this.#address, THAW_MS);
+        const exit = await Promise.race([vm.exited, Bun.sleep(HALT_MS)]);
+        if (exit === undefined) throw new Error(`the guest did not end within ${HALT_MS / 1000} s`);
+        if (exit.exitCode !== 0) throw vmDied(this.sandboxId, exit, "");
+      });
+      const chains = await watch.measure("disk_seal", () => this.#sealDisks());
+      return await watch.measure("commit", () => this.#commitDisks(dir, chains));
+    });
+  }
+
+  /** A guest that nobody thaws does so by itself, and at the next `/init`. */
+  async #thaw(): Promise<void> {
+    if (!this.#frozen) return;
+    this.#frozen = false;
+    try {
+      await thawDisks(this.#address, THAW_MS);
+    } catch (error) {
+      this.#parts.factory.log.warn(
+        { err: error, sandboxId: this.sandboxId },
+        "the file systems of a guest were not thawed",
+      );
+    }
+  }
+
   /** A failure leaves nothing in `dir`. */
-  async #capture(dir: string, watch: Stopwatch, work: () => Promise<CapturedState>): Promise<Capture> {
+  async #capture<State>(
+    dir: string,
+    watch: Stopwatch,
+    work: () => Promise<State>,
+  ): Promise<{ readonly state: State; readonly timings: PhaseTimings }> {
     this.#capturing = true;
     try {
       await this.#prepare(dir, watch);
@@ -867,13 +949,7 @@ class Running implements RunningSandbox {
       watch.measure("memory_capture", async () => {
         return (await factory.memory.capture(vm.reference, base, memoryPath)).newLayer;
       }),
-      watch.measure("disk_seal", async () => {
-        const sealed: (readonly LayerRef[])[] = [];
-        for (const { device } of this.#parts.disks) {
-          sealed.push(device.readOnly ? device.image.lowers : await this.#sealDisk(device));
-        }
-        return sealed;
-      }),
+      watch.measure("disk_seal", () => this.#sealDisks()),
     ]).catch(async (error: unknown) => {
       await removeTree(memoryPath);
       throw error;
@@ -886,14 +962,24 @@ class Running implements RunningSandbox {
     return { deviceStatePath, memory: { sizeBytes: base.sizeBytes, layers }, chains };
   }
 
-  /** Makes the directory complete in itself; the VM may run meanwhile. */
-  async #commit(dir: string, taken: Taken): Promise<CapturedState> {
-    const { factory, disks } = this.#parts;
-    const memory = await this.#shortened(taken.memory.layers, "memory");
+  /** The chains of all disks, what was written sealed into them. */
+  async #sealDisks(): Promise<(readonly LayerRef[])[]> {
+    const sealed: (readonly LayerRef[])[] = [];
+    for (const { device } of this.#parts.disks) {
+      sealed.push(device.readOnly ? device.image.lowers : await this.#sealDisk(device));
+    }
+    return sealed;
+  }
+
+  /** The disks over those chains, with links of their own in `dir`. */
+  async #linkDisks(
+    dir: string,
+    chains: Taken["chains"],
+  ): Promise<{ readonly rootfs: DiskImage; readonly drives: readonly AttachedDrive[] }> {
     const images: DiskImage[] = [];
     const drives: AttachedDrive[] = [];
-    for (const [index, { device, drive }] of disks.entries()) {
-      const chain = await this.#shortened(taken.chains[index]!, "disk");
+    for (const [index, { device, drive }] of this.#parts.disks.entries()) {
+      const chain = await this.#shortened(chains[index]!, "disk");
       const lowers = await linkPrivateLayers(chain, dir);
       const image: DiskImage = { lowers, virtualSizeBytes: device.virtualSizeBytes };
       if (drive === undefined) {
@@ -905,6 +991,14 @@ class Running implements RunningSandbox {
     }
     const [rootfs] = images;
     assert(rootfs !== undefined, "a sandbox has a root disk");
+    return { rootfs, drives };
+  }
+
+  /** Makes the directory complete in itself; the VM may run meanwhile. */
+  async #commit(dir: string, taken: Taken): Promise<CapturedState> {
+    const { factory } = this.#parts;
+    const memory = await this.#shortened(taken.memory.layers, "memory");
+    const { rootfs, drives } = await this.#linkDisks(dir, taken.chains);
     const state: CapturedState = {
       version: stateVersion(drives),
       vm: await factory.vmm.identity,
@@ -916,8 +1010,20 @@ class Running implements RunningSandbox {
       ...(drives.length === 0 ? {} : { drives }),
       envdVersion: this.#envdVersion,
     };
-    // Last: a directory with this file is complete, and it syncs the names of all the others.
-    await writeDurable(join(dir, "state.json"), `${JSON.stringify(state, null, 2)}\n`);
+    await writeState(dir, state);
+    return state;
+  }
+
+  async #commitDisks(dir: string, chains: Taken["chains"]): Promise<CapturedDisks> {
+    const { rootfs, drives } = await this.#linkDisks(dir, chains);
+    const state: CapturedDisks = {
+      version: DISKS_VERSION,
+      shape: this.#shape,
+      rootfs,
+      ...(drives.length === 0 ? {} : { drives }),
+      envdVersion: this.#envdVersion,
+    };
+    await writeState(dir, state);
     return state;
   }
 
@@ -1119,6 +1225,7 @@ class Running implements RunningSandbox {
 
   async resumeInPlace(): Promise<void> {
     await this.#parts.vm.resume();
+    await this.#thaw();
   }
 
   async reinit(identity: GuestIdentity): Promise<void> {
@@ -1128,7 +1235,7 @@ class Running implements RunningSandbox {
   }
 
   async probe(timeoutMs: number): Promise<void> {
-    await probeHealth(parseAgentAddress(this.#parts.agentAddress), timeoutMs);
+    await probeHealth(this.#address, timeoutMs);
   }
 
   stop(): Promise<void> {
@@ -1161,6 +1268,11 @@ class Running implements RunningSandbox {
   async [Symbol.asyncDispose](): Promise<void> {
     await this.stop();
   }
+}
+
+/** Last: a directory with this file is complete, and it syncs the names of all the others. */
+async function writeState(dir: string, state: CapturedState | CapturedDisks): Promise<void> {
+  await writeDurable(join(dir, "state.json"), `${JSON.stringify(state, null, 2)}\n`);
 }
 
 /** The block daemon could neither finish nor undo a restack: the device is of no use any more. */

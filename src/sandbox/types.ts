@@ -56,6 +56,31 @@ export interface CapturedState {
   readonly envdVersion: string;
 }
 
+/**
+ * The disks of a sandbox that was paused without its memory. A VM is booted from them. Like a captured state it is
+ * JSON, with absolute paths, and never written again.
+ */
+export interface CapturedDisks {
+  /** A program that knows states with memory alone leaves it as it is. */
+  readonly version: typeof DISKS_VERSION;
+  readonly shape: VmShape;
+  readonly rootfs: DiskImage;
+  /** Absent: none. */
+  readonly drives?: readonly AttachedDrive[];
+  /** Version the agent in the guest reported. */
+  readonly envdVersion: string;
+}
+
+export const DISKS_VERSION = 3;
+
+/** What a paused sandbox is resumed from. */
+export type PausedState = CapturedState | CapturedDisks;
+
+/** Whether a VM goes on where it was stopped; else one is booted. */
+export function hasMemory(state: PausedState): state is CapturedState {
+  return state.version !== DISKS_VERSION;
+}
+
 export type StateVersion = 1 | 2;
 
 /**
@@ -70,14 +95,18 @@ export function isStateVersion(version: unknown): version is StateVersion {
   return version === 1 || version === 2;
 }
 
-/** Every layer of a state: of its disks and of its memory. */
+export function isPausedVersion(version: unknown): version is PausedState["version"] {
+  return isStateVersion(version) || version === DISKS_VERSION;
+}
+
+/** Every layer of a state: of its disks and, if it has one, of its memory. */
 export function stateLayers<Layer>(state: {
   readonly rootfs: { readonly lowers: readonly Layer[] };
   readonly drives?: readonly { readonly lowers: readonly Layer[] }[];
-  readonly memory: { readonly layers: readonly Layer[] };
+  readonly memory?: { readonly layers: readonly Layer[] };
 }): Layer[] {
   const drives = (state.drives ?? []).flatMap(({ lowers }) => lowers);
-  return [...state.rootfs.lowers, ...drives, ...state.memory.layers];
+  return [...state.rootfs.lowers, ...drives, ...(state.memory?.layers ?? [])];
 }
 
 /** What the guest is told at every start (agent `POST /init`). */
@@ -118,6 +147,11 @@ export interface Capture {
   readonly timings: PhaseTimings;
 }
 
+export interface DiskCapture {
+  readonly state: CapturedDisks;
+  readonly timings: PhaseTimings;
+}
+
 /** One running sandbox put together: VM, network slot, block device, memory lease, agent. */
 export interface RunningSandbox extends AsyncDisposable {
   readonly sandboxId: string;
@@ -141,7 +175,21 @@ export interface RunningSandbox extends AsyncDisposable {
    * what was written since the last checkpoint and refers to the rest. Errors as for `capture`.
    */
   checkpoint(dir: string): Promise<Capture>;
+  /** The VM runs again after `capture` or `captureDisks`, and may write again. */
   resumeInPlace(): Promise<void>;
+  /**
+   * Captures the disks alone into `dir` (made by this call). The guest writes out its file systems and holds them
+   * still first, so that what is captured is whole without its memory. The VM stands still when it resolves; follow
+   * with `resumeInPlace()`, `halt()` or dispose. Errors: `guest_too_old` 409 when the guest's agent knows nothing
+   * of this; else as for `capture`.
+   */
+  captureDisks(dir: string): Promise<DiskCapture>;
+  /**
+   * After `captureDisks`: the guest ends its processes and leaves its file systems as after a shutdown, marked
+   * clean; the VM ends, and its disks are captured again. Error: it did not end in time, or not in order. The
+   * sandbox is of no use afterwards, either way: dispose it.
+   */
+  halt(dir: string): Promise<DiskCapture>;
   /** Runs agent `/init` again (token, clock, entropy). Connections to the guest stay. */
   reinit(identity: GuestIdentity): Promise<void>;
   /** Replaces what the guest may reach in one step; established flows that are still allowed go on. */

@@ -750,10 +750,20 @@ describe("who this machine is", () => {
     await init(a, "sandbox-one");
     await Bun.sleep(100);
     expect(state()).toEqual(one);
-    await other(one, "sandbox-two");
+    const two = await other(one, "sandbox-two");
     if (Bun.which("ssh-keygen")) {
+      const owner = `${etc}/ssh/.aenv-sandbox`;
+      await eventually(
+        "all is said",
+        () => existsSync(owner) && readFileSync(owner, "utf8") === "sandbox-two",
+      );
+      // Its next boot, from the same disk: an agent that knows nothing of the one before.
+      await using again = await startAgent(["--root", a.dir]);
+      expect(await init(again, "sandbox-two")).toBe(204);
+      await Bun.sleep(100);
+      expect(state()).toEqual(two);
       expect(statSync(`${etc}/ssh/ssh_host_ed25519_key`).mode & 0o777).toBe(0o600);
-      expect(readdirSync(`${etc}/ssh`).filter((n) => n.startsWith("."))).toEqual([]);
+      expect(readdirSync(`${etc}/ssh`).filter((n) => n.startsWith("."))).toEqual([".aenv-sandbox"]);
     }
     expect(await a.errors()).toBe("");
   }, 120_000);

@@ -231,6 +231,8 @@ export class CliRig implements AsyncDisposable {
 
   /** What every running sandbox is told of its network. */
   networkReport = fakeReport();
+  /** What the last pause asked for. */
+  pausedWithMemory: boolean | undefined;
 
   /** Cuts all connections into a sandbox, as when it goes away. */
   cut(id: string): void {
@@ -420,7 +422,8 @@ export class CliRig implements AsyncDisposable {
         this.records.delete(id);
         this.cut(id);
       },
-      pause: async (id) => {
+      pause: async (id, options) => {
+        this.pausedWithMemory = options?.memory;
         if (this.#find(id).state === "paused") {
           throw new AenvError({
             code: "sandbox_state_conflict",

@@ -16,6 +16,10 @@ export interface FakeAgent extends AsyncDisposable {
     envs: Record<string, string>;
     cwd?: string;
   }[];
+  /** Calls of `/fsfreeze`, `/fsthaw` and `/halt`. */
+  readonly holds: string[];
+  /** Answers to those, by path: a status, or what is done before 204. */
+  readonly onHold: Map<string, number | (() => void)>;
   /** Answers of `/health` before this many probes are refused with 503. */
   refuseHealth: number;
 }
@@ -41,6 +45,8 @@ function userOf(request: Request): string {
 export function startFakeAgent(root: string): FakeAgent {
   const state = { refuseHealth: 0 };
   const inits: FakeAgent["inits"] = [];
+  const holds: string[] = [];
+  const onHold: FakeAgent["onHold"] = new Map();
   const commands: FakeAgent["commands"] = [];
   const children = new Set<ReturnType<typeof spawn>>();
   const connectError = (status: number, code: string, message: string): Response =>
@@ -137,6 +143,15 @@ export function startFakeAgent(root: string): FakeAgent {
         case "/init":
           inits.push((await request.json()) as Record<string, unknown>);
           return new Response(null, { status: 204, headers: { "x-envd-version": "0.5.15" } });
+        case "/fsfreeze":
+        case "/fsthaw":
+        case "/halt": {
+          holds.push(url.pathname);
+          const answer = onHold.get(url.pathname);
+          if (typeof answer === "number") return connectError(answer, "refused", "as the test wants it");
+          answer?.();
+          return new Response(null, { status: 204 });
+        }
         case "/files": {
           const path = join(root, url.searchParams.get("path") ?? "");
           if (request.method === "POST") {
@@ -169,6 +184,8 @@ export function startFakeAgent(root: string): FakeAgent {
     address: `127.0.0.1:${server.port}`,
     inits,
     commands,
+    holds,
+    onHold,
     get refuseHealth() {
       return state.refuseHealth;
     },

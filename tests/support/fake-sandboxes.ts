@@ -1,4 +1,4 @@
-import { mkdirSync, writeFileSync } from "node:fs";
+import { mkdirSync, rmSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { AenvError } from "../../src/lib/errors.ts";
 import type { EgressPolicy } from "../../src/network/index.ts";
@@ -7,7 +7,9 @@ import type {
   BootPlan,
   BootSpec,
   Capture,
+  CapturedDisks,
   CapturedState,
+  DiskCapture,
   GuestIdentity,
   ResumeSpec,
   RunningSandbox,
@@ -24,6 +26,7 @@ export interface Faults {
   checkBoot?: (plan: BootPlan) => Promise<void> | void;
   resume?: () => Promise<void> | void;
   capture?: () => Promise<void> | void;
+  halt?: () => Promise<void> | void;
   resumeInPlace?: () => Promise<void> | void;
   stop?: () => Promise<void> | void;
   applyEgress?: () => Promise<void> | void;
@@ -101,6 +104,23 @@ export class FakeSandbox implements RunningSandbox {
     }
   }
 
+  captured = 0;
+
+  async captureDisks(dir: string): Promise<DiskCapture> {
+    const { timings } = await this.capture(dir);
+    this.captured += 1;
+    return { state: fakeDisks(dir, `written ${this.captured}`), timings };
+  }
+
+  async halt(dir: string): Promise<DiskCapture> {
+    this.#mustLive("halt");
+    this.vcpusRun = true;
+    await Bun.sleep(this.#factory.delayMs);
+    await this.#factory.faults.halt?.();
+    this.die({ exitCode: 0, signal: null });
+    return { state: fakeDisks(dir, "halted"), timings: { shutdown: 1, total: 1 } };
+  }
+
   async checkpoint(dir: string): Promise<Capture> {
     const { state } = await this.capture(dir);
     try {
@@ -131,6 +151,8 @@ export class FakeSandbox implements RunningSandbox {
 
   /** What it was booted from, when it was. */
   boot: BootSpec | undefined;
+  /** What its disk held then. */
+  bootedFrom: string | undefined;
   egress: EgressPolicy | undefined;
   async applyEgress(policy: EgressPolicy): Promise<void> {
     await this.#factory.faults.applyEgress?.();
@@ -152,6 +174,22 @@ export class FakeSandbox implements RunningSandbox {
   async [Symbol.asyncDispose](): Promise<void> {
     await this.stop();
   }
+}
+
+/** Captured disks with a real file, which says what was on them. */
+export function fakeDisks(dir: string, text: string): CapturedDisks {
+  rmSync(dir, { recursive: true, force: true });
+  mkdirSync(dir, { recursive: true });
+  const file = join(dir, "disk.lsmt");
+  writeFileSync(file, text);
+  const state: CapturedDisks = {
+    version: 3,
+    shape: { vcpuCount: 1, memoryMiB: 128 },
+    rootfs: { virtualSizeBytes: 1 << 30, lowers: [{ file }] },
+    envdVersion: "0.5.15",
+  };
+  writeFileSync(join(dir, "state.json"), JSON.stringify(state));
+  return state;
 }
 
 /** A captured state with real files; its memory layer holds the generation number. */
@@ -204,7 +242,9 @@ export class FakeSandboxFactory implements SandboxFactory {
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {
+    const disk = await Bun.file(spec.rootfs.lowers.at(-1)!.file).text();
     const sandbox = await this.#start(spec.identity, 0);
+    sandbox.bootedFrom = disk;
     sandbox.boot = spec;
     sandbox.egress = spec.egress;
     return sandbox;

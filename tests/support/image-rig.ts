@@ -1,4 +1,3 @@
-import { closeSync, ftruncateSync, openSync, writeSync } from "node:fs";
 import { mkdir, mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -7,7 +6,8 @@ import { createImageService, type ImageService, type ImageServiceOptions } from 
 import { runCommand, tryCommand } from "../../src/lib/command.ts";
 import type { Logger } from "../../src/lib/log.ts";
 import { type BlockClient, superviseBlockd } from "../../src/storage/blockd/index.ts";
-import { type LayerRef, openStack } from "../../src/storage/overlaybd/index.ts";
+import type { LayerRef } from "../../src/storage/overlaybd/index.ts";
+import { writeRawDisk } from "./raw-disk.ts";
 
 const ROOT = join(import.meta.dir, "../..");
 /** `AENV_TEST_EXT4` picks another build, such as the one with sanitizers. */
@@ -73,23 +73,7 @@ export async function startImageRig(): Promise<ImageRig> {
     },
     async exportRaw(lowers) {
       const path = join(directory, `raw-${count++}.img`);
-      using stack = openStack({ lowers });
-      const fd = openSync(path, "wx");
-      try {
-        ftruncateSync(fd, stack.virtualSizeBytes);
-        const buffer = new Uint8Array(new ArrayBuffer(1 << 20));
-        for (const extent of stack.mappedExtents("all")) {
-          if (extent.zeroed) continue;
-          for (let done = 0; done < extent.lengthBytes; ) {
-            const piece = buffer.subarray(0, Math.min(buffer.length, extent.lengthBytes - done));
-            stack.read(extent.offsetBytes + done, piece);
-            writeSync(fd, piece, 0, piece.length, extent.offsetBytes + done);
-            done += piece.length;
-          }
-        }
-      } finally {
-        closeSync(fd);
-      }
+      writeRawDisk(lowers, path);
       return path;
     },
     async mount(raw) {
