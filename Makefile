@@ -10,6 +10,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-builtin-rules
+# Root's shell by plain `su` has the user's PATH, without what administrates a machine.
+export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
 ROOT := $(CURDIR)
 BUN := $(ROOT)/.tools/bin/bun

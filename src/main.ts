@@ -4,6 +4,7 @@
  */
 import { basename } from "node:path";
 import { workerData } from "node:worker_threads";
+import { withSystemDirectories } from "./lib/command.ts";
 
 interface WorkerRole {
   readonly role: "blockd-worker";
@@ -60,6 +61,7 @@ async function runProgram(argv: string[]): Promise<number> {
 }
 
 if (Bun.isMainThread) {
+  process.env.PATH = withSystemDirectories(process.env.PATH);
   process.exitCode = await runProgram(process.argv.slice(2));
 } else {
   await runWorker(workerData as WorkerRole);

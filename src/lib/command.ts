@@ -15,6 +15,17 @@ export interface CommandResult {
   readonly stderr: string;
 }
 
+const SYSTEM_DIRECTORIES = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"];
+
+/**
+ * A PATH by which the host's own tools are found, behind what it names already: root's shell by plain `su` has the
+ * user's, where `nft` and others are not.
+ */
+export function withSystemDirectories(path: string | undefined): string {
+  const named = (path ?? "").split(":").filter((directory) => directory !== "");
+  return [...named, ...SYSTEM_DIRECTORIES.filter((directory) => !named.includes(directory))].join(":");
+}
+
 /** Runs a host command to its end. Output is small by contract (it is kept in memory). */
 export async function tryCommand(
   argv: readonly string[],
