@@ -3,6 +3,7 @@ import { mkdir } from "node:fs/promises";
 import { totalmem } from "node:os";
 import { basename, join, resolve } from "node:path";
 import { parseArgs } from "node:util";
+import { startCollection } from "./collection.ts";
 import {
   loadApiKey,
   loadPreviousApiKey,
@@ -417,13 +418,14 @@ async function startNode(config: NodeConfig, log: Logger) {
   await warm?.start(POOL_PATIENCE_MS);
   const collectImages = async () =>
     images.collect(new Set([...(await templates.pinnedFiles()), ...orchestrator.pinnedFiles()]));
-  const collection = setInterval(() => {
-    // What a deletion left because it was young still, or in use.
-    collectLayers();
-    if (!config.image.cache.gc.enabled) return;
-    collectImages().catch((error: unknown) => log.error({ err: error }, "collecting images failed"));
-  }, config.image.cache.gc.intervalSecs * 1000);
-  stack.defer(() => clearInterval(collection));
+  stack.use(
+    startCollection({
+      intervalMs: config.image.cache.gc.intervalSecs * 1000,
+      layers: () => orchestrator.collectGarbage(),
+      ...(config.image.cache.gc.enabled ? { images: collectImages } : {}),
+      log,
+    }),
+  );
 
   const front = startFront({
     hostname: listen.hostname,
