@@ -179,7 +179,9 @@ test.skipIf(missing)(
     expect(failed).toMatchObject([{ type: "error", name: "ZeroDivisionError", value: "division by zero" }]);
     expect((failed[0] as { traceback?: string }).traceback).toContain("return 1 / 0");
     expect((failed[0] as { traceback?: string }).traceback).not.toContain("server.py");
-    expect(await outcome(id, "f(")).toMatchObject([{ type: "error", name: "SyntaxError" }]);
+    const cutOff = await outcome(id, "f(");
+    expect(cutOff).toMatchObject([{ type: "error", name: "SyntaxError" }]);
+    expect((cutOff[0] as { traceback?: string }).traceback).toMatch(/^SyntaxError: /m);
     expect((await outcome(id, "raise SystemExit(3)")).at(-1)).toMatchObject({
       type: "error",
       name: "SystemExit",

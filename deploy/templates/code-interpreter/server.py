@@ -272,6 +272,8 @@ def ipython_shell(result):
             error = done.error_before_exec or done.error_in_exec
             if error is None:
                 return None
+            if type(error).__name__ == "_IncompleteInputError":  # Python 3.13's own mark of one that is cut off
+                error = SyntaxError(*error.args)
             kind = type(error)
             if isinstance(error, SyntaxError) and done.error_before_exec is not None:
                 lines = shell.SyntaxTB.structured_traceback(kind, error, [])
