@@ -15,7 +15,6 @@ export { parseListenAddress } from "./schema.ts";
 export {
   type ApiKey,
   type ApiKeyOptions,
-  apiKeyMatches,
   deriveEnvdToken,
   deriveTrafficToken,
   loadApiKey,
@@ -25,5 +24,4 @@ export {
   managedSeedPath,
   type TokenSeed,
   type TokenSeedOptions,
-  tokenMatches,
 } from "./secrets.ts";

@@ -13,7 +13,6 @@ import {
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import {
-  apiKeyMatches,
   deriveEnvdToken,
   deriveTrafficToken,
   loadApiKey,
@@ -21,7 +20,6 @@ import {
   loadTokenSeed,
   managedApiKeyPath,
   managedSeedPath,
-  tokenMatches,
 } from "./index.ts";
 
 const root = mkdtempSync(join(tmpdir(), "network-secrets-"));
@@ -137,13 +135,6 @@ describe("API key", () => {
     expect(new Set(values).size).toBe(1);
     expect(readdirSync(join(home, "secrets"))).toEqual(["api-key"]);
   }, 120_000);
-
-  test("comparison takes the whole key or nothing", () => {
-    expect(apiKeyMatches(KEY, KEY)).toBe(true);
-    for (const other of [undefined, null, "", KEY.slice(1), `${KEY}k`, `${KEY}, ${KEY}`]) {
-      expect(apiKeyMatches(KEY, other)).toBe(false);
-    }
-  });
 });
 
 describe("managed files are refused when they are not ours alone", () => {
@@ -242,9 +233,5 @@ describe("token seed", () => {
     expect(deriveTrafficToken("test-seed", id)).toBe(
       "586547d7c10facb0f4871297fdbfd9d2b4376f4b02b2e1487646c1c87a293bd8",
     );
-    expect(tokenMatches(envd, envd)).toBe(true);
-    for (const wrong of [undefined, "", `${envd}0`, envd.replace("4", "5"), envd.replace("4", "g")]) {
-      expect(tokenMatches(envd, wrong)).toBe(false);
-    }
   });
 });

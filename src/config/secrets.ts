@@ -1,6 +1,5 @@
 import { randomBytes } from "node:crypto";
 import { join } from "node:path";
-import { constantTimeEqual } from "../lib/constant-time.ts";
 import { AenvError } from "../lib/errors.ts";
 import { createManagedSecret, readManagedSecret, readSecretFile } from "./managed-secret.ts";
 
@@ -12,7 +11,6 @@ const API_KEY_FILE_BYTES = 258;
 const MOUNTED_API_KEY = "/run/secrets/api-key";
 const SEED = /^[0-9a-f]{64}$/;
 const SEED_FILE_BYTES = 65;
-const TOKEN = /^[0-9a-fA-F]{64}$/;
 
 export interface ApiKey {
   readonly value: string;
@@ -103,11 +101,6 @@ export function loadPreviousApiKey(options: Omit<ApiKeyOptions, "generate">): Ap
   return { value: checkedApiKey(withoutLineEnd(text), path), source: "managed_file", path, generated: false };
 }
 
-/** Whether a request's key is ours, in time that does not depend on it. */
-export function apiKeyMatches(expected: string, presented: string | null | undefined): boolean {
-  return typeof presented === "string" && constantTimeEqual(expected, presented);
-}
-
 export interface TokenSeed {
   readonly value: string;
   readonly source: "configured" | "managed_file";
@@ -164,13 +157,4 @@ export function loadTokenSeed(options: TokenSeedOptions): TokenSeed {
         ]
       : [];
   return { value, source: "managed_file", path, generated: present === undefined && text === made, warnings };
-}
-
-/** Whether a presented sandbox token is the derived one: hex only, in constant time. */
-export function tokenMatches(expected: string, presented: string | null | undefined): boolean {
-  return (
-    typeof presented === "string" &&
-    TOKEN.test(presented) &&
-    constantTimeEqual(expected, presented.toLowerCase())
-  );
 }

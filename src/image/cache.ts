@@ -1,8 +1,9 @@
 import { randomUUID } from "node:crypto";
 import { mkdirSync, readdirSync, rmSync, type Stats } from "node:fs";
-import { link, mkdir, open, readdir, readFile, rename, rm, stat, utimes } from "node:fs/promises";
+import { link, mkdir, readdir, readFile, rename, rm, stat, utimes } from "node:fs/promises";
 import { dirname, join } from "node:path";
 import { z } from "zod";
+import { syncPath, writeDurable } from "../lib/durable.ts";
 import type { Logger } from "../lib/log.ts";
 import type { LayerRef } from "../storage/overlaybd/types.ts";
 import { diskFault } from "./faults.ts";
@@ -24,6 +25,8 @@ import type { ImageRuntimeConfig } from "./types.ts";
  * made again. The time of an image's record is that of its last use.
  */
 const FRACTION = 2 ** 30;
+/** As the umask has it: what is in images is no secret. */
+const RECORD_MODE = 0o666;
 
 const IndexRecord = z.object({
   schema: z.literal(1),
@@ -98,25 +101,14 @@ function slug(digest: string): string {
   return digest.replace(":", "-");
 }
 
-async function syncPath(path: string): Promise<void> {
-  await using handle = await open(path, "r");
-  await handle.sync();
-}
-
-/** Removes what is there already: this call decides. */
-async function writeDurably(path: string, content: string): Promise<void> {
-  const temporary = `${path}.${randomUUID()}.tmp`;
+/** A record of the cache. Error `disk_full` 507. */
+async function writeRecord(path: string, content: string): Promise<void> {
   try {
     await mkdir(dirname(path), { recursive: true });
-    await using handle = await open(temporary, "wx");
-    await handle.writeFile(content);
-    await handle.sync();
+    await writeDurable(path, content, RECORD_MODE);
   } catch (error) {
-    await rm(temporary, { force: true });
     throw diskFault(error, `writing ${path}`);
   }
-  await rename(temporary, path);
-  await syncPath(dirname(path));
 }
 
 async function readRecord<Schema extends z.ZodType>(
@@ -282,7 +274,7 @@ export class ImageCache {
       mkfs: context.mkfs,
       ...(context.parentCommitDigest === undefined ? {} : { parentCommitDigest: context.parentCommitDigest }),
     };
-    await writeDurably(this.#indexPath(context), `${JSON.stringify(record)}\n`);
+    await writeRecord(this.#indexPath(context), `${JSON.stringify(record)}\n`);
   }
 
   #configPath(manifestDigest: string, suffix: string): string {
@@ -397,8 +389,8 @@ export class ImageCache {
       virtualSizeBytes: input.virtualSizeBytes,
     };
     // The lowers last: their record is what makes the image known.
-    await writeDurably(this.#configPath(input.manifestDigest, ".meta"), `${JSON.stringify(meta)}\n`);
-    await writeDurably(this.#configPath(input.manifestDigest, ""), `${JSON.stringify(image)}\n`);
+    await writeRecord(this.#configPath(input.manifestDigest, ".meta"), `${JSON.stringify(meta)}\n`);
+    await writeRecord(this.#configPath(input.manifestDigest, ""), `${JSON.stringify(image)}\n`);
   }
 }
 

@@ -1,8 +1,5 @@
+import { errorCode } from "../lib/durable.ts";
 import { AenvError } from "../lib/errors.ts";
-
-function errorCode(error: unknown): string | undefined {
-  return error instanceof Error && "code" in error && typeof error.code === "string" ? error.code : undefined;
-}
 
 /** Turns a full disk or quota, wherever it showed, into the service's error; other errors pass unchanged. */
 export function diskFault(error: unknown, doing: string): unknown {
