@@ -5,7 +5,12 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/versions.sh
 export PATH="$PWD/.tools/bin:$PATH" CI=${CI:-}
-umask 022 # as the tests expect of files that they and the tools they compare with make
+# What tests and the tools they compare with say and make is not to depend on whose terminal this is.
+umask 022
+export TZ=UTC LC_ALL=C.UTF-8
+# A proxy of this machine's is for downloads: what tests start is on loopback addresses.
+export no_proxy="${no_proxy:-${NO_PROXY:-}},localhost,127.0.0.1,::1"
+export NO_PROXY=$no_proxy
 work=$(mktemp -d)
 declare -A behind=()
 trap '((${#behind[@]} == 0)) || kill "${behind[@]}" 2> /dev/null; rm -rf "$work"' EXIT
