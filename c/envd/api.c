@@ -376,6 +376,8 @@ static void on_init(conn *c, const uint8_t *p, size_t n) {
   bool allowed = !ag->token || token_ok(ag, c) ||
                  (given && given->type == J_STRING && ct_equal(given->s, given->n, ag->token, strlen(ag->token))) ||
                  from_host(ag, c);
+  // Whoever had the disks frozen has ended, and even a directory that is there already is not made on a frozen one.
+  if (allowed) hold_release(ag);
   if (!allowed) {
     http_error(c, 401, "access token validation failed");
   } else if (!j || j->type != J_OBJECT) {
@@ -384,7 +386,6 @@ static void on_init(conn *c, const uint8_t *p, size_t n) {
   } else if ((err = apply_init(ag, j, c, false))) {
     http_error(c, 400, err);
   } else {
-    hold_release(ag); // whoever had the disks frozen has ended
     http_reply(c, 204, NULL, NULL, 0, "X-Envd-Version: " ENVD_VERSION "\r\nCache-Control: no-store\r\n");
   }
   arena_free(&a);

@@ -133,7 +133,7 @@ struct hold {
 
 static conn *waiting(agent *ag, uint64_t id) {
   for (conn *c = id ? ag->http.conns : NULL; c; c = c->next)
-    if (c->id == id && !c->closed) return c;
+    if (c->id == id && !c->closed && !c->eof && !c->rdhup) return c;
   return NULL;
 }
 

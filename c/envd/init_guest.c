@@ -494,13 +494,14 @@ static void end_swap(void) {
 }
 
 // What lies on disks is left as after an orderly end, marked clean: what is mounted last goes first.
-static void leave_disks(void) {
+static bool leave_disks(void) {
   char *text;
   ssize_t n = read_whole("/proc/self/mountinfo", &text, 4 << 20);
   if (n < 0) {
     warn("/proc/self/mountinfo", (int)n);
-    return;
+    return false;
   }
+  bool clean = true;
   end_swap();
   sync();
   static mounted m;
@@ -514,8 +515,10 @@ static void leave_disks(void) {
     char what[300];
     snprintf(what, sizeof what, "remounting %.200s read-only", m.path);
     warn(what, -errno);
+    clean = false;
   }
   free(text);
+  return clean;
 }
 
 static void stop_machine(bool restart) {
@@ -525,7 +528,9 @@ static void stop_machine(bool restart) {
     kill(-1, SIGKILL);
     if (!all_gone(5000)) say("aenv: init: processes are left that do not end\n");
   }
-  leave_disks();
+  // The host looks for these words.
+  if (leave_disks()) say("aenv: init: file systems left clean\n");
+  tcdrain(1);
   if (restart) {
     sync();
     reboot(RB_AUTOBOOT);

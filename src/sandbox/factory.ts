@@ -121,6 +121,9 @@ const FROZEN_MAX_MS = 10_000;
 const THAW_MS = 5000;
 /** A guest's processes have two seconds for an orderly end, and five after SIGKILL. */
 const HALT_MS = 20_000;
+/** What the guest's init says at the end of an orderly shutdown. */
+const LEFT_CLEAN = "aenv: init: file systems left clean";
+const CONSOLE_LOG = "console.log";
 
 /** What a guest can read of itself where the VMM has a metadata service. The token is there by its hash alone. */
 export function guestMetadata(identity: GuestIdentity): Record<string, string> {
@@ -391,7 +394,7 @@ class Factory implements SandboxFactory {
       })),
       network: { netnsPath: slot.netnsPath, tapName: slot.tapName, macAddress: slot.macAddress },
       memoryFile: lease.file,
-      consoleLogPath: join(workDir, "console.log"),
+      consoleLogPath: join(workDir, CONSOLE_LOG),
       metadata: guestMetadata(spec.identity),
       ...(prepared === undefined ? {} : { prepared }),
     };
@@ -835,7 +838,9 @@ class Running implements RunningSandbox {
         await haltGuest(this.#address, THAW_MS);
         const exit = await Promise.race([vm.exited, Bun.sleep(HALT_MS)]);
         if (exit === undefined) throw new Error(`the guest did not end within ${HALT_MS / 1000} s`);
-        if (exit.exitCode !== 0) throw vmDied(this.sandboxId, exit, "");
+        // How a VM of an earlier process ended is not known; that its guest got to the end is.
+        const said = await tailOf(join(this.#parts.workDir, CONSOLE_LOG));
+        if (!said.includes(LEFT_CLEAN)) throw vmDied(this.sandboxId, exit, said);
       });
       const chains = await watch.measure("disk_seal", () => this.#sealDisks());
       return await watch.measure("commit", () => this.#commitDisks(dir, chains));

@@ -1,10 +1,12 @@
 import { afterAll, beforeAll, describe, expect, test } from "bun:test";
-import { readdir, readFile } from "node:fs/promises";
+import { readdir, readFile, rm } from "node:fs/promises";
 import { join } from "node:path";
 import { CommandExitError, Sandbox } from "e2b";
+import type { CapturedDisks } from "../../src/sandbox/types.ts";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
 import { eventually } from "../support/eventually.ts";
 import { OutsideHost } from "../support/outside.ts";
+import { writeRawDisk } from "../support/raw-disk.ts";
 import { hostObjects, TestServer } from "../support/server.ts";
 
 /*
@@ -288,6 +290,84 @@ describe("pause, kill -9 of the server, resume", () => {
     expect(guest).toBeGreaterThan(before - 1);
     expect(guest).toBeLessThan(after + 1);
   }, 180_000);
+});
+
+describe("pause without memory", () => {
+  let plain: Sandbox;
+  const sh = async (script: string) => (await plain.commands.run(script, { user: "root" })).stdout.trim();
+  const state = async () => (await Sandbox.getInfo(plain.sandboxId, connection)).state;
+  /** Its root disk as it is stored. */
+  const storedDisk = async (): Promise<CapturedDisks> => {
+    const dir = join(server.home, "persisted-sandboxes/artifacts", plain.sandboxId);
+    await eventually("one capture is left", async () => (await readdir(dir)).length === 1);
+    return Bun.file(join(dir, (await readdir(dir))[0]!, "state.json")).json();
+  };
+
+  test("the server's death in the middle of one: it runs on, and may write", async () => {
+    plain = await Sandbox.create(TEMPLATE, {
+      ...connection,
+      timeoutMs: 600_000,
+      metadata: { of: "disks" },
+      envs: { COLOUR: "green" },
+      lifecycle: { onTimeout: { action: "pause", keepMemory: false } },
+    });
+    const service =
+      "trap 'echo orderly > /srv/end; exit' TERM; while :; do date >> /srv/log; sleep 0.1; done";
+    const { pid } = await plain.commands.run(service, { background: true, timeoutMs: 0, user: "root" });
+    await sh("head -c 16M /dev/urandom > /srv/big; sha256sum /srv/big > /srv/sum");
+    // Its file system is being written out, or is held still.
+    const pausing = plain.pause({ keepMemory: false }).catch((error: unknown) => error);
+    await Bun.sleep(200);
+    await server.kill9();
+    expect(await pausing).toBeInstanceOf(Error);
+    await server.start();
+    expect(await state()).toBe("running");
+    await plain.files.write("/srv/after", "written");
+    expect((await plain.commands.list()).map((process_) => process_.pid)).toContain(pid);
+  }, 120_000);
+
+  test("what was written is there after it, in a file system that is clean, and nothing else is", async () => {
+    const deleted =
+      "exec 3> /srv/deleted; rm /srv/deleted; head -c 4M /dev/zero >&3; echo > /tmp/open; sleep 999";
+    await plain.commands.run(deleted, { background: true, timeoutMs: 0, user: "root" });
+    await eventually("a deleted file is open", () => plain.files.exists("/tmp/open"));
+    await plain.files.write("/srv/uploaded", "acknowledged");
+    expect(await plain.pause({ keepMemory: false })).toBe(true);
+    expect(await state()).toBe("paused");
+    const disks = await storedDisk();
+    expect(disks.version).toBe(3);
+    const raw = join(server.home, "root.raw");
+    writeRawDisk(disks.rootfs.lowers, raw);
+    const fsck = (option: string) => Bun.spawnSync(["e2fsck", option, raw]);
+    expect(String(fsck("-n").stdout)).toContain(": clean, ");
+    const whole = fsck("-fn");
+    expect([whole.exitCode, String(whole.stdout)]).toEqual([0, expect.not.stringContaining("?")]);
+    await rm(raw);
+    await server.kill9();
+    await server.start();
+    const traffic = { "x-agentenv-sandbox-id": plain.sandboxId, "x-agentenv-target-port": "80" };
+    const answer = await fetch(server.url, { headers: { ...traffic, "x-api-key": connection.apiKey } });
+    expect([answer.status, await answer.text()]).toEqual([410, expect.stringContaining("not proxyable")]);
+    expect(await state()).toBe("paused");
+  }, 120_000);
+
+  test("it is booted as what it was", async () => {
+    plain = await Sandbox.connect(plain.sandboxId, { ...connection, timeoutMs: 600_000 });
+    expect(await sh("cat /srv/end /srv/after /srv/uploaded; echo; sha256sum -c /srv/sum; echo $COLOUR")).toBe(
+      "orderly\nwrittenacknowledged\n/srv/big: OK\ngreen",
+    );
+    expect(await sh("ls /srv; pgrep -c sleep || true")).toBe("after\nbig\nend\nlog\nsum\nuploaded\n0");
+    expect((await Sandbox.getInfo(plain.sandboxId, connection)).metadata).toEqual({ of: "disks" });
+    // With its memory it is paused as any; at its deadline as was asked for.
+    await sh("echo in memory > /run/kept");
+    await plain.pause();
+    plain = await Sandbox.connect(plain.sandboxId, connection);
+    expect(await sh("cat /run/kept")).toBe("in memory");
+    await plain.setTimeout(1000);
+    await eventually("its deadline is over", async () => (await state()) === "paused");
+    expect((await storedDisk()).version).toBe(3);
+    await plain.kill();
+  }, 120_000);
 });
 
 test("two sandboxes of one snapshot differ in disk, memory, identity and randomness, and share the memory file", async () => {
