@@ -258,9 +258,10 @@ export class Connection implements ExchangeClient {
       }
       return false;
     }
-    if (headerValues(head.headers, "host").length > 1) {
-      throw new HttpParseError(400, "more than one Host header field");
-    }
+    // RFC 9112 §3.2. HTTP/1.0 has requests without one.
+    const hosts = headerValues(head.headers, "host").length;
+    if (hosts > 1) throw new HttpParseError(400, "more than one Host header field");
+    if (hosts === 0 && head.minor === 1) throw new HttpParseError(400, "no Host header field");
     this.#input = this.#input.subarray(head.lengthBytes);
     this.setDeadline(undefined);
     const { options } = this.#shared;

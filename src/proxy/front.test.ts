@@ -234,15 +234,35 @@ describe("control plane", () => {
       "HTTP/1.1 431",
     );
     const smuggled =
-      "POST /control HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
+      "POST /control HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
     expect((await exchange([smuggled])).text).toStartWith("HTTP/1.1 400");
     expect(
       (
         await exchange([
-          `POST /control HTTP/1.1\r\nX-API-Key: ${API_KEY}\r\nContent-Length: 999999999\r\n\r\n`,
+          `POST /control HTTP/1.1\r\nHost: x\r\nX-API-Key: ${API_KEY}\r\nContent-Length: 999999999\r\n\r\n`,
         ])
       ).text,
     ).toStartWith("HTTP/1.1 413");
+  });
+
+  test("RFC 9112 §3.2: HTTP/1.1 has one Host, an empty one at least; HTTP/1.0 need not have one", async () => {
+    const answer = async (line: string, ...hosts: string[]): Promise<string> => {
+      const head = [line, ...hosts.map((host) => `Host:${host}`), "Connection: close"].join("\r\n");
+      return (await exchange([`${head}\r\n\r\n`])).text;
+    };
+    for (const line of ["GET /control/a HTTP/1.1", "GET / HTTP/1.1", `GET http://x/control/a HTTP/1.1`]) {
+      const none = await answer(line);
+      expect(none).toStartWith("HTTP/1.1 400");
+      expect(none).toContain("no Host header field");
+    }
+    for (const version of ["HTTP/1.0", "HTTP/1.1"]) {
+      const two = await answer(`GET /control/a ${version}`, " x", " x");
+      expect(two).toStartWith("HTTP/1.1 400");
+      expect(two).toContain("more than one Host header field");
+      expect(await answer(`GET /control/a ${version}`, " x")).toMatch(/^HTTP\/1\.\d 200/);
+      expect(await answer(`GET /control/a ${version}`, "")).toMatch(/^HTTP\/1\.\d 200/);
+    }
+    expect(await answer("GET /control/a HTTP/1.0")).toMatch(/^HTTP\/1\.\d 200/);
   });
 
   test("a client that never finishes its head is cut", async () => {
