@@ -31,6 +31,7 @@ const TEXTS: Readonly<Record<string, string>> = {
   snapshot_failed: "snapshot failed",
   forked: "sandbox forked",
   fork_failed: "fork failed",
+  copied: "sandbox was the source of a fork",
   adopted: "running sandbox found again after a restart of the server",
   expired: "deadline reached",
   vm_ended: "the virtual machine ended by itself",

@@ -170,6 +170,8 @@ describe("a sandbox with a real agent", () => {
     const lines = async () =>
       (await observer.logs(id)).map((entry) => `${entry.fields.source} ${entry.message}`);
     expect(await lines()).toEqual(["lifecycle sandbox runs", "console booting", "console red alert"]);
+    observer.onEvent({ kind: "copied", sandboxId: id, atMs: 6, reason: "1 of 1 children run: c" });
+    expect((await lines()).at(-1)).toBe("lifecycle sandbox was the source of a fork: 1 of 1 children run: c");
     appendFileSync(join(dir, "console.log"), "ne\n");
     expect((await lines()).at(-1)).toBe("console half a line");
     appendFileSync(join(dir, "console.log"), `${"x".repeat(100)}\n`.repeat(5000));

@@ -115,6 +115,11 @@ describe("fork", () => {
     expect(route.kind === "ready" && route.gone.aborted).toBeFalse();
     expect(orchestrator.timings(source.id).fork).toMatchObject({ stopped: 1 });
     expect(events.filter(({ kind }) => kind === "forked")).toHaveLength(10);
+    const ids = children.map(({ id }) => id).join(" ");
+    expect(events.at(-1)).toMatchObject({
+      ...{ kind: "copied", sandboxId: source.id, durationMs: expect.any(Number) },
+      reason: `10 of 10 children run: ${ids}`,
+    });
   });
 
   test("the children's time to live is the request's, else the source's, from now", async () => {
@@ -142,6 +147,7 @@ describe("fork", () => {
       ...Array<string>(4).fill("capacity_unavailable"),
     ]);
     expect(orchestrator.list()).toHaveLength(7);
+    expect(events.at(-1)!.reason).toStartWith("6 of 10 children run: ");
     let starts = 0;
     factory.faults.resume = () => {
       if (++starts === 2) throw new Error("no luck");
@@ -203,6 +209,8 @@ describe("fork", () => {
     await killed;
     expect(outcomes.every((outcome) => "record" in outcome)).toBeTrue();
     expect(orchestrator.list()).toHaveLength(3);
+    // Its log ended with it.
+    expect(events.filter(({ sandboxId }) => sandboxId === id).at(-1)?.kind).toBe("deleted");
   });
 });
 

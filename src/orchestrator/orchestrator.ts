@@ -1051,6 +1051,11 @@ class SandboxOrchestrator implements NodeOrchestrator {
       const outcomes = await Promise.all(children);
       const failed = outcomes.filter((outcome) => "error" in outcome).length;
       this.#log.info({ sandboxId: id, children: count, failed, timings }, "sandbox forked");
+      const started = outcomes.flatMap((outcome) => ("record" in outcome ? [outcome.record.id] : []));
+      const reason = `${started.length} of ${count} children run${started.length === 0 ? "" : ": "}${started.join(" ")}`;
+      // It may have ended meanwhile, and its log with it.
+      if (this.#entries.get(id) === source)
+        this.#emit("copied", id, { durationMs: timings.total ?? 0, reason });
       return outcomes;
     } finally {
       // Each child has links of its own to what it runs on.

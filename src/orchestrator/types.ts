@@ -147,6 +147,7 @@ export type LifecycleEventKind =
   | "snapshot_failed"
   | "forked"
   | "fork_failed"
+  | "copied"
   | "adopted"
   | "unresponsive"
   | "responsive"
@@ -157,7 +158,7 @@ export type LifecycleEventKind =
 
 /**
  * What happened to a sandbox, told right after it became true. `forked` and `fork_failed` are told once
- * per child, under the child's id; `snapshotted` under the source's.
+ * per child, under the child's id; `copied`, once they have all ended, and `snapshotted` under the source's.
  */
 export interface LifecycleEvent {
   readonly kind: LifecycleEventKind;
