@@ -225,6 +225,15 @@ describe("a sandbox with a real agent", () => {
       phases: { vmm: 200, total: 300 },
     });
     observer.onEvent({ kind: "create_failed", sandboxId: newId(), atMs: 2, durationMs: 10, reason: "no" });
+    for (const kind of ["paused", "resumed"] as const) {
+      observer.onEvent({ kind, sandboxId: id, atMs: 3, durationMs: 200, cold: true });
+    }
+    expect((await observer.logs(id)).map(({ message }) => message)).toEqual(
+      expect.arrayContaining([
+        "sandbox paused without its memory, its disks are stored",
+        "sandbox booted from its stored disks",
+      ]),
+    );
     observer.request("proxy_host", "GET", "/*", 200, 0.02);
     const text = await observer.render();
     for (const line of [
@@ -232,6 +241,8 @@ describe("a sandbox with a real agent", () => {
       'agentenv_sandbox_stage_duration_seconds_bucket{operation="create_warm",stage="vmm",status="ok",le="0.25"} 1',
       'agentenv_sandbox_stage_duration_seconds_sum{operation="create_warm",stage="total",status="ok"} 0.3',
       'agentenv_sandbox_stage_duration_seconds_count{operation="create_warm",stage="total",status="error"} 1',
+      'agentenv_sandbox_stage_duration_seconds_sum{operation="pause_disks",stage="total",status="ok"} 0.2',
+      'agentenv_sandbox_stage_duration_seconds_sum{operation="resume_cold",stage="total",status="ok"} 0.2',
       'agentenv_sandbox_stage_inflight{operation="create_warm",stage="total"} 0',
       'agentenv_sandboxes{state="running"} 1',
       'agentenv_allocated{resource="cpu"} 2',

@@ -297,6 +297,22 @@ describe("cold start", () => {
     });
   });
 
+  test("paused without its memory it boots again, with the words it was first booted with, also from a fork", async () => {
+    const { id } = await orchestrator.createCold(request({ extraBootArgs: "debug root=/dev/sda" }));
+    const [child] = await orchestrator.fork(id, { count: 1 });
+    if (child === undefined || "error" in child) throw new Error("no child");
+    for (const one of [id, child.record.id]) await orchestrator.pause(one, { memory: false });
+    await orchestrator.shutdown();
+    orchestrator = open();
+    await orchestrator.start();
+    for (const one of [id, child.record.id]) {
+      await orchestrator.connect(one, 60);
+      expect(factory.of(one)?.boot).toMatchObject({ extraBootArgs: ["debug"] });
+      expect(orchestrator.get(one)).toMatchObject({ templateId: "debian:12", state: "running" });
+    }
+    expect(resolved).toHaveLength(1);
+  });
+
   test("without an image service it is refused", async () => {
     await orchestrator.shutdown();
     const { cold: _, ...templatesOnly } = options();

@@ -93,6 +93,10 @@ describe("pause and resume without memory", () => {
 
     const next = await restarted();
     expect(next.get(made.id)).toEqual({ ...made, state: "paused" });
+    // Layers it shares with others are kept for it, by either process.
+    const shared = join(home, "artifacts", made.id, generations(made.id)[0]!, "shared.lsmt");
+    expect([...orchestrator.pinnedFiles()]).toEqual([shared]);
+    expect([...next.pinnedFiles()]).toEqual([shared]);
     const resumed = await next.resume(made.id, 77, { memory: false });
     expect(resumed).toEqual({
       ...made,

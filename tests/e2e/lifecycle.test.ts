@@ -296,11 +296,16 @@ describe("pause without memory", () => {
   let plain: Sandbox;
   const sh = async (script: string) => (await plain.commands.run(script, { user: "root" })).stdout.trim();
   const state = async () => (await Sandbox.getInfo(plain.sandboxId, connection)).state;
-  /** Its root disk as it is stored. */
+  /** What is stored of it: one capture, once older ones are gone and it is complete. */
   const storedDisk = async (): Promise<CapturedDisks> => {
     const dir = join(server.home, "persisted-sandboxes/artifacts", plain.sandboxId);
-    await eventually("one capture is left", async () => (await readdir(dir)).length === 1);
-    return Bun.file(join(dir, (await readdir(dir))[0]!, "state.json")).json();
+    let path = "";
+    await eventually("one capture is left", async () => {
+      const [one, ...others] = await readdir(dir);
+      path = join(dir, one ?? "none", "state.json");
+      return others.length === 0 && (await Bun.file(path).exists());
+    });
+    return Bun.file(path).json();
   };
 
   test("the server's death in the middle of one: it runs on, and may write", async () => {

@@ -185,7 +185,10 @@ export function fakeDisks(dir: string, text: string): CapturedDisks {
   const state: CapturedDisks = {
     version: 3,
     shape: { vcpuCount: 1, memoryMiB: 128 },
-    rootfs: { virtualSizeBytes: 1 << 30, lowers: [{ file }] },
+    rootfs: {
+      virtualSizeBytes: 1 << 30,
+      lowers: [{ file: join(dir, "shared.lsmt"), digest: "sha256:00" }, { file }],
+    },
     envdVersion: "0.5.15",
   };
   writeFileSync(join(dir, "state.json"), JSON.stringify(state));
