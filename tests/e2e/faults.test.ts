@@ -9,10 +9,11 @@ import {
   rm,
   symlink,
   truncate,
+  utimes,
   writeFile,
 } from "node:fs/promises";
 import { tmpdir } from "node:os";
-import { join, resolve } from "node:path";
+import { dirname, join, resolve } from "node:path";
 import { Sandbox } from "e2b";
 import { type LocalRegistry, startDebianRegistry } from "../support/debian.ts";
 import { eventually } from "../support/eventually.ts";
@@ -42,7 +43,7 @@ beforeAll(async () => {
   temporary = await mkdtemp(join(tmpdir(), "aenv-faults-"));
   // Without network slots in store, those that are there are in use.
   server = await TestServer.create({
-    toml: `[image.cache]\nroot_dir = "${cacheDir}"\n[pool.network]\nenabled = false`,
+    toml: `[image.cache]\nroot_dir = "${cacheDir}"\n[image.cache.gc]\ninterval_secs = 1\n[pool.network]\nenabled = false`,
     env: { TMPDIR: temporary },
   });
   registry = await startDebianRegistry(join(server.home, "registry"));
@@ -160,6 +161,22 @@ describe("images", () => {
       "pull again; when it stays, the registry (or a proxy before it) serves damaged content",
     );
   }, 120_000);
+
+  test("a layer that no image names goes by itself, at the interval that is configured", async () => {
+    const layer = async (digit: string, at: Date): Promise<string> => {
+      const dir = join(cacheDir, "commits", `sha256-${digit.repeat(64)}`);
+      await mkdir(dir);
+      const file = join(dir, "overlaybd.commit");
+      await writeFile(file, "a layer");
+      await utimes(file, at, at);
+      return file;
+    };
+    const young = await layer("1", new Date());
+    const old = await layer("2", new Date(Date.now() - 3_600_000));
+    await eventually("the old one is gone", () => !existsSync(old));
+    expect(existsSync(young)).toBeTrue();
+    await rm(dirname(young), { recursive: true });
+  }, 30_000);
 
   test("a full disk while pulling: the reason is told, nothing half-made stays, and it works with space", async () => {
     const message = await failedPull(registry.debian);

@@ -1,6 +1,16 @@
 import { afterAll, beforeAll, expect, setDefaultTimeout, test } from "bun:test";
-import { existsSync, readdirSync, readFileSync, statSync } from "node:fs";
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from "node:fs";
 import { symlink } from "node:fs/promises";
+import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 import { processes } from "../support/proc.ts";
 import { hostObjects, TestServer, testHome } from "../support/server.ts";
@@ -85,6 +95,46 @@ afterAll(async () => {
   // Where a test failed there may be a server.
   Bun.spawnSync([join(ROOT, "scripts/server.sh"), "stop"], { env: { ...server.environment } });
   await server[Symbol.asyncDispose]();
+});
+
+test("what is suggested where no registry answers needs none; where one does, an image of it", async () => {
+  const home = mkdtempSync(join(tmpdir(), "aenv-offline-"));
+  // A server that runs, as far as the script can tell: nothing is built or started for this.
+  const stand = Bun.spawn(["bash", "-c", "exec -a agentenv-stand-in sleep 60"]);
+  try {
+    mkdirSync(join(home, "secrets"));
+    writeFileSync(join(home, "secrets/api-key"), `e2b_${"0".repeat(64)}\n`, { mode: 0o600 });
+    writeFileSync(join(home, "server.pid"), `${stand.pid}\n`);
+    writeFileSync(join(home, "server.addr"), "127.0.0.1:9");
+    const bin = join(home, "bin");
+    mkdirSync(bin);
+    writeFileSync(join(bin, "curl"), "#!/bin/sh\nprintf 401\n", { mode: 0o755 });
+    const started = (...before: string[]): string => {
+      const env = { ...server.environment, AENV_HOME_PATH: home };
+      const { stdout, stderr, exitCode } = Bun.spawnSync([...before, "scripts/server.sh", "start"], {
+        cwd: ROOT,
+        env,
+      });
+      expect(exitCode, stderr.toString()).toBe(0);
+      const said = stdout.toString();
+      expect(said).toStartWith(`server already runs (pid ${stand.pid}), http://127.0.0.1:9\n`);
+      return said;
+    };
+    // A network namespace of its own: no route, no name server, not even a loopback that is up.
+    const offline = started("unshare", "--net");
+    expect(offline).toMatch(
+      /^ {2}aenv pull HOST:PORT\/IMAGE --name NAME +from a registry of yours: Docker Hub does not answer$/m,
+    );
+    expect(offline).toMatch(/^ {2}make quickstart +without a registry: a Debian image made here$/m);
+    expect(offline).not.toContain("python:3.12-slim");
+    const online = started("env", `PATH=${bin}:${server.environment.PATH}`);
+    expect(online).toMatch(/^ {2}aenv pull python:3\.12-slim --name py /m);
+    expect(online).not.toContain("does not answer");
+  } finally {
+    stand.kill();
+    await stand.exited;
+    rmSync(home, { recursive: true });
+  }
 });
 
 test("make quickstart: Python in a microVM, paused and resumed, and what to do next", async () => {
