@@ -294,7 +294,7 @@ describe("start", () => {
     const [launched] = world.launches;
     expect(launched?.kernelArgs.join(" ")).toBe(
       "console=ttyS0 quiet loglevel=3 panic=-1 reboot=t mitigations=off aenv.root=/dev/vda " +
-        "aenv.ip=169.254.0.21/30,169.254.0.22 aenv.dns=10.0.0.1 aenv.hostname=sandbox extra=1",
+        "aenv.ip=169.254.0.21/30,169.254.0.22 aenv.dns=10.0.0.1 aenv.hostname=sandbox aenv.timer_hz=62500000 extra=1",
     );
     const [drive] = launched!.drives;
     expect(drive).toMatchObject({ driveId: "rootfs", readOnly: false, backend: { kind: "nbd" } });
@@ -309,6 +309,23 @@ describe("start", () => {
     await Promise.all([running.stop(), running.stop()]);
     await running[Symbol.asyncDispose]();
     await (await factory.boot(wanted)).stop();
+  });
+
+  test("a guest whose kernel measured its timer wrongly is booted again, and taken as it is at last", async () => {
+    agent.refuseHealth = 1_000_000;
+    const booting = factory.boot(spec());
+    for (let attempt = 1; attempt <= 4; attempt += 1) {
+      await eventually("it is launched", () => world.vms.length === attempt);
+      const { kernelArgs, consoleLogPath } = world.launches.at(-1)!;
+      expect(kernelArgs).toContain(`aenv.timer_hz=${attempt === 4 ? 0 : 62500000}`);
+      if (attempt === 4) break;
+      const rate = "aenv: init: fatal: processor timer measured as 108968313 Hz, not 62500000";
+      writeFileSync(consoleLogPath, `${rate}: Numerical result out of range\n`);
+      world.vms.at(-1)!.die({ exitCode: 0, signal: null });
+    }
+    agent.refuseHealth = 0;
+    await (await booting).stop();
+    expect(world.launches).toHaveLength(4);
   });
 
   for (const step of ["slot", "memory", "launch"] as const) {

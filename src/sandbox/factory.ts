@@ -185,6 +185,20 @@ export function kernelArguments(
   ];
 }
 
+/**
+ * What our init compares the timer's measured rate with, where the true one is known: QEMU's emulated local APIC counts
+ * nanoseconds, of which Linux takes every 16th (QEMU's hw/intc/apic_common.c, Linux's arch/x86/kernel/apic/apic.c).
+ */
+const EMULATED_TIMER_HZ = 1_000_000_000 / 16;
+
+/** A busy host has the kernel measure wrongly in up to every third boot; the last one is taken as it is. */
+const BOOT_ATTEMPTS = 4;
+
+function timerWord({ mode }: VmIdentity, attempt = 1): string[] {
+  if (mode !== "tcg" || process.arch !== "x64") return [];
+  return [`aenv.timer_hz=${attempt < BOOT_ATTEMPTS ? EMULATED_TIMER_HZ : 0}`];
+}
+
 /** Error 409 `virtualization_mismatch` unless the state was made by the VMM that would restore it. */
 export function assertSameVmm(made: VmIdentity, here: VmIdentity): void {
   const difference = identityMismatch(made, here);
@@ -277,19 +291,33 @@ class Factory implements SandboxFactory {
   async checkBoot({ drives, extraBootArgs }: BootPlan): Promise<void> {
     const { vmm } = this.#options;
     checkDriveCount(1 + drives.length, vmm.maxDrives);
-    await vmm.checkKernelArgs(kernelArguments(LONGEST_SLOT, extraBootArgs, drives));
+    const words = [...timerWord(await vmm.identity), ...extraBootArgs];
+    await vmm.checkKernelArgs(kernelArguments(LONGEST_SLOT, words, drives));
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {
-    return this.#start({
-      identity: spec.identity,
-      shape: spec.shape,
-      rootfs: spec.rootfs,
-      drives: spec.drives ?? [],
-      memory: { sizeBytes: spec.shape.memoryMiB * 1024 * 1024, layers: [] },
-      extraBootArgs: spec.extraBootArgs ?? [],
-      ...(spec.egress === undefined ? {} : { egress: spec.egress }),
-    });
+    const identity = await this.#options.vmm.identity;
+    for (let attempt = 1; ; attempt += 1) {
+      try {
+        return await this.#start({
+          identity: spec.identity,
+          shape: spec.shape,
+          rootfs: spec.rootfs,
+          drives: spec.drives ?? [],
+          memory: { sizeBytes: spec.shape.memoryMiB * 1024 * 1024, layers: [] },
+          extraBootArgs: [...timerWord(identity, attempt), ...(spec.extraBootArgs ?? [])],
+          ...(spec.egress === undefined ? {} : { egress: spec.egress }),
+        });
+      } catch (error) {
+        if (attempt >= BOOT_ATTEMPTS || !(error instanceof AenvError && error.code === TIMER_WRONG))
+          throw error;
+        const { sandboxId } = spec.identity;
+        this.#options.log.warn(
+          { err: error, sandboxId, attempt },
+          "the guest's kernel measured its timer wrongly, as happens on a busy host without KVM; it is booted again",
+        );
+      }
+    }
   }
 
   async resume(spec: ResumeSpec): Promise<RunningSandbox> {
@@ -632,6 +660,10 @@ async function listNames(dir: string): Promise<string[]> {
 /** What the guest's init says when it cannot go on for want of a drive. */
 const DRIVE_NOT_MOUNTED = /aenv: init: fatal: (drive .*)/;
 
+/** What it says when processes of the guest would sleep too long. */
+const TIMER_OFF = /aenv: init: fatal: (processor timer .*?):/;
+const TIMER_WRONG = "guest_timer_wrong";
+
 const CONSOLE_TAIL_BYTES = 2048;
 
 /** The end of a text file; empty when there is none. */
@@ -656,6 +688,8 @@ function vmDied(sandboxId: string, exit: VmExit, consoleTail: string): AenvError
       remediation: "check mountPath against the image of the sandbox and subPath against that of the drive",
     });
   }
+  const timer = TIMER_OFF.exec(consoleTail)?.[1];
+  if (timer !== undefined) return new AenvError({ code: TIMER_WRONG, message: timer });
   const how =
     exit.signal === null
       ? `exit code ${exit.exitCode}${exit.exitCode === 0 ? ", as when its guest shuts down or resets" : ""}`
