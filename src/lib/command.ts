@@ -62,7 +62,11 @@ export async function tryCommand(
 
 /** Like {@link tryCommand}, but a non-zero exit is an error that carries the command's own words. */
 export async function runCommand(argv: readonly string[], options: CommandOptions = {}): Promise<string> {
-  const result = await tryCommand(argv, options);
+  return outputOf(argv, await tryCommand(argv, options));
+}
+
+/** The output of a command that ended with 0. @throws AenvError `command_failed` with its own words otherwise. */
+export function outputOf(argv: readonly string[], result: CommandResult): string {
   if (result.exitCode !== 0) {
     const said = (result.stderr.trim() || result.stdout.trim()).slice(-2000);
     throw new AenvError({

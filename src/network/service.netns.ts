@@ -5,7 +5,15 @@
  *   guest namespace --tap-cable-- tap0 [slot] vpeer -- veth-i [host] wan0 -- inet0 [internet]
  */
 import { afterAll, afterEach, beforeAll, describe, expect, test } from "bun:test";
-import { existsSync, mkdtempSync, readdirSync, readlinkSync, rmSync, writeFileSync } from "node:fs";
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readlinkSync,
+  rmSync,
+  writeFileSync,
+} from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import pino from "pino";
@@ -701,6 +709,12 @@ describe("a host that lacks something", () => {
       /^network_not_permitted .*CAP_NET_ADMIN.* CURE .*root/,
     );
     expect(startUnder([], { PATH: "/nonexistent" })).toMatch(/^network_tool_missing nft.* CURE .*nftables/);
+    const crashing = join(root, "crashing");
+    mkdirSync(crashing);
+    writeFileSync(join(crashing, "nft"), "#!/bin/sh\nkill -SEGV $$\n", { mode: 0o755 });
+    expect(startUnder([], { PATH: `${crashing}:${process.env.PATH}` })).toMatch(
+      /^network_tool_crashed .* CURE tables that a newer nft made/,
+    );
     const hideTun = ["sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"];
     expect(startUnder(["unshare", "--mount", ...hideTun])).toMatch(
       /^network_tun_missing .* CURE .*modprobe tun/,

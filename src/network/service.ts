@@ -8,7 +8,7 @@ import {
   netSlotRates,
   netTapOwner,
 } from "../../ffi/netns.ts";
-import { runCommand } from "../lib/command.ts";
+import { outputOf, runCommand, tryCommand } from "../lib/command.ts";
 import { AenvError, assert } from "../lib/errors.ts";
 import { Gate } from "../lib/gate.ts";
 import { newId } from "../lib/ids.ts";
@@ -63,6 +63,8 @@ import type {
   SlotPolicyReport,
 } from "./types.ts";
 
+/** Exit status of a program that SIGSEGV ended. */
+const SEGMENTATION_FAULT = 139;
 const NETNS_PREFIX = "agentenv-ns-";
 /**
  * `slot-<pool>-<index>` is a symbolic link to the slot's namespace file: made before it, removed after it.
@@ -273,11 +275,21 @@ class Service implements NetworkService {
         limits: applied,
       });
       // The first rules of a host load a dozen kernel modules.
-      await runCommand(["nft", "-f", "-"], { stdin: rules, timeoutMs: 120_000 });
+      const argv = ["nft", "-f", "-"];
+      const result = await tryCommand(argv, { stdin: rules, timeoutMs: 120_000 });
+      if (result.exitCode === SEGMENTATION_FAULT)
+        throw new AenvError({
+          code: "network_tool_crashed",
+          message: "the host's nft crashed before it could install the firewall rules",
+          remediation:
+            "tables that a newer nft made here, such as that of a container in the host's network, crash older ones: see whether `nft list ruleset` crashes, too; upgrade nftables, or remove those tables",
+        });
+      outputOf(argv, result);
     };
     try {
       await install(limits);
     } catch (refused) {
+      if (errorCode(refused) === "network_tool_crashed") throw refused;
       try {
         await install({ ...limits, connections: 0 });
       } catch (cause) {
