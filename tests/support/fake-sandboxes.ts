@@ -245,7 +245,8 @@ export class FakeSandboxFactory implements SandboxFactory {
   }
 
   async boot(spec: BootSpec): Promise<RunningSandbox> {
-    const disk = await Bun.file(spec.rootfs.lowers.at(-1)!.file).text();
+    const top = spec.rootfs.lowers.at(-1);
+    const disk = top === undefined ? "" : await Bun.file(top.file).text();
     const sandbox = await this.#start(spec.identity, 0);
     sandbox.bootedFrom = disk;
     sandbox.boot = spec;
