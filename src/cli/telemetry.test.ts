@@ -60,7 +60,7 @@ describe("aenv logs", () => {
         .map((text) => JSON.parse(text)),
     ).toEqual(entries.slice(-3));
     const head = Bun.spawn(
-      ["bash", "-c", `${rig.command(["logs", id]).join(" ")} | head -1; echo "\${PIPESTATUS[0]}"`],
+      ["bash", "-c", `"$@" | head -1; echo "\${PIPESTATUS[0]}"`, "bash", ...rig.command(["logs", id])],
       {
         env: rig.env(),
         stdout: "pipe",
