@@ -58,7 +58,7 @@ afterAll(async () => {
   sh("umount", cacheDir);
   sh("rmdir", cacheDir);
   await rm(temporary, { recursive: true, force: true });
-}, 60_000);
+}, 180_000);
 
 /** All that the server has on this host, as lines; nothing in it changes while nothing happens. */
 async function traces(): Promise<string[]> {
@@ -118,7 +118,7 @@ describe("images", () => {
 
   test("an image that does not exist", async () => {
     expect(await failedPull(`${registry.host}/no/such:image`)).toMatch(/not found/i);
-  }, 60_000);
+  }, 180_000);
 
   test("a registry that is not there, a reference that is none", async () => {
     expect(await failedPull("127.0.0.1:1/a/b:c")).toMatch(/127\.0\.0\.1:1/);
@@ -126,13 +126,13 @@ describe("images", () => {
     const none = await server.run(["pull", "UPPER/case:image", "--name", "broken"]);
     expect([none.exitCode, none.stderr]).toEqual([2, expect.stringMatching(/reference/i)]);
     expect((await server.run(["template", "list"])).stdout).toBe(before);
-  }, 60_000);
+  }, 180_000);
 
   test("no image for this machine: the error names what there is", async () => {
     const other = buildImage({ layers: [{ entries: [{ path: "a", content: "b" }] }], architecture: "s390x" });
     await pushImage(`http://${registry.host}`, "test/other", "latest", other);
     expect(await failedPull(`${registry.host}/test/other:latest`)).toMatch(/s390x/);
-  }, 60_000);
+  }, 180_000);
 
   test("a damaged layer in the registry is never used: truncated, then altered", async () => {
     const content = Buffer.from(crypto.getRandomValues(new Uint8Array(60_000)));
@@ -160,7 +160,7 @@ describe("images", () => {
     expect(wrong).toContain(
       "pull again; when it stays, the registry (or a proxy before it) serves damaged content",
     );
-  }, 120_000);
+  }, 180_000);
 
   test("a layer that no image names goes by itself, at the interval that is configured", async () => {
     const layer = async (digit: string, at: Date): Promise<string> => {
@@ -214,7 +214,7 @@ test("an unknown template, sandbox and command", async () => {
   expect(missing.exitCode).not.toBe(0);
   expect(missing.stderr).toMatch(/no such|not found|does not exist/i);
   expect((await server.run(["delete", id])).exitCode).toBe(0);
-}, 60_000);
+}, 180_000);
 
 describe("the host", () => {
   const serve = async (env: Record<string, string>, prefix: readonly string[] = []) => {
@@ -235,7 +235,7 @@ describe("the host", () => {
     expect(exitCode).toBe(1);
     expect(stderr).toContain(server.home);
     expect(stderr).toContain(String(server.pid));
-  }, 60_000);
+  }, 180_000);
 
   let before: string[];
   let id: string;
@@ -252,7 +252,7 @@ describe("the host", () => {
     expect(stderr).toContain("AENV_RUNTIME_PATH");
     expect((await hostObjects(server)).toSorted()).toEqual(running.toSorted());
     expect((await server.run(["exec", id, "echo", "here"])).stdout).toBe("here\n");
-  }, 60_000);
+  }, 180_000);
 
   test("a VMM that is killed from outside leaves nothing: process, namespace, tap, sockets, disk, directories", async () => {
     const running = await traces();
@@ -281,7 +281,7 @@ describe("the host", () => {
       () => undefined,
     );
     expect(await traces()).toEqual(before);
-  }, 60_000);
+  }, 180_000);
 
   test.each([
     ["made an API key", "SIGTERM"],
@@ -323,7 +323,7 @@ describe("the host", () => {
     expect(stderr).toContain("API_ADDR");
     expect(await hostObjects(other)).toEqual([]);
     expect(await readdir(other.runtime)).toEqual(["server.lock"]);
-  }, 60_000);
+  }, 180_000);
 
   test("a start that fails late leaves no block daemon", async () => {
     const other = await TestServer.create();
@@ -342,7 +342,7 @@ describe("the host", () => {
     const daemons = async () => (await hostObjects(other)).filter((line) => line.startsWith("process"));
     await eventually("the daemon is gone", async () => (await daemons()).length === 0);
     await other[Symbol.asyncDispose]();
-  }, 60_000);
+  }, 180_000);
 
   test("without root: what is missing and how to get it", async () => {
     const other = await TestServer.create();
@@ -352,7 +352,7 @@ describe("the host", () => {
     expect(exitCode).toBe(1);
     expect(stderr).toMatch(/root|CAP_NET_ADMIN|capabilit/);
     await other[Symbol.asyncDispose]();
-  }, 60_000);
+  }, 180_000);
 
   /** A /dev of one's own, with what a server needs; `$1` is an empty directory. */
   const ownDev =
@@ -419,7 +419,7 @@ describe("the host", () => {
     const command = await readFile(`/proc/${/\d+/.exec(vm)![0]}/cmdline`, "utf8");
     expect(command.includes("\0-accel\0kvm") || /accel=kvm/.test(command)).toBe(mode === "kvm");
     expect((await server.run(["delete", made])).exitCode).toBe(0);
-  }, 60_000);
+  }, 180_000);
 
   test("a configuration that is wrong names key, value and rule", async () => {
     const file = join(server.home, "wrong.toml");
@@ -431,7 +431,7 @@ describe("the host", () => {
     const missing = await serve({ AENV_CONFIG_PATH: "/no/such/file.toml" });
     expect(missing.exitCode).toBe(1);
     expect(missing.stderr).toContain("/no/such/file.toml");
-  }, 60_000);
+  }, 180_000);
 
   test("the executable alone in an empty directory answers", async () => {
     const dir = join(server.home, "alone");
@@ -509,5 +509,5 @@ describe("the host", () => {
     expect(await other.stop()).toBe(0);
     expect(await hostObjects(other)).toEqual([]);
     expect(await readFile(other.logPath, "utf8")).not.toMatch(/ (ERROR|FATAL) /);
-  }, 60_000);
+  }, 180_000);
 });
