@@ -114,13 +114,13 @@ const MIN_FREE_BYTES = 1 << 20;
 const MAX_LIVE_LOWERS = 128;
 /** How long the adoption of a sandbox waits for its agent; one that is slower is told later. */
 const ADOPTION_INIT_MS = 1000;
-/** Writing out what a guest has in its memory may take a while. */
-const FREEZE_MS = 60_000;
+/** With the waits below under a minute, which is what others wait for a pause. Writing out may take a while. */
+const FREEZE_MS = 20_000;
 /** Far below the time after which a guest goes on by itself. */
 const FROZEN_MAX_MS = 10_000;
 const THAW_MS = 5000;
 /** A guest's processes have two seconds for an orderly end, and five after SIGKILL. */
-const HALT_MS = 20_000;
+const HALT_MS = 15_000;
 /** What the guest's init says at the end of an orderly shutdown. */
 const LEFT_CLEAN = "aenv: init: file systems left clean";
 const CONSOLE_LOG = "console.log";
