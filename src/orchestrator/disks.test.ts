@@ -267,4 +267,32 @@ describe("at the deadline", () => {
     await orchestrator.connect(id, 60);
     expect(factory.of(id)).toMatchObject({ generation: 1, boot: undefined });
   });
+
+  test("guests that take their time hold up no deadlines but those of their kind", async () => {
+    const held = Promise.withResolvers<void>();
+    let waiting = 0;
+    const slow: string[] = [];
+    for (let made = 0; made < 6; made++) {
+      const { id } = await orchestrator.create(createRequest(expiring));
+      slow.push(id);
+      const guest = factory.of(id) as FakeSandbox;
+      const capture = guest.captureDisks.bind(guest);
+      guest.captureDisks = async (dir) => {
+        waiting += 1;
+        await held.promise;
+        return capture(dir);
+      };
+    }
+    const kept = await orchestrator.create(createRequest({ timeoutSeconds: 10, onTimeout: "pause" }));
+    const ended = await orchestrator.create(createRequest({ timeoutSeconds: 10, onTimeout: "kill" }));
+    nowMs += 11_000;
+    await eventually("four of them are waited for", () => waiting === 4);
+    await eventually("the one is paused", () => orchestrator.get(kept.id).state === "paused");
+    await eventually("the other is gone", () => !orchestrator.list().some(({ id }) => id === ended.id));
+    expect(waiting).toBe(4);
+    expect(slow.filter((id) => orchestrator.get(id).state === "paused")).toEqual([]);
+    held.resolve();
+    await eventually("all are paused", () => slow.every((id) => orchestrator.get(id).state === "paused"));
+    expect(waiting).toBe(6);
+  });
 });

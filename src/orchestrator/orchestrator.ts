@@ -144,6 +144,8 @@ class SandboxOrchestrator implements NodeOrchestrator {
   readonly #entries = new Map<string, Entry>();
   readonly #starts: Gate;
   readonly #evictions = new Gate(CONCURRENT_EVICTIONS, "evictions", Number.MAX_SAFE_INTEGER);
+  /** Of sandboxes that are paused without memory: these wait for what their guests do, and hold up one another alone. */
+  readonly #diskEvictions = new Gate(CONCURRENT_EVICTIONS, "evictions", Number.MAX_SAFE_INTEGER);
   readonly #pins = new Pins();
   readonly #capacity: Capacity;
   readonly #background = new Set<Promise<void>>();
@@ -1419,9 +1421,10 @@ class SandboxOrchestrator implements NodeOrchestrator {
       if (entry.state !== "running" || entry.evicting || entry.deadlineMs > now || entry.nextEvictMs > now)
         continue;
       entry.evicting = true;
+      const gate = entry.record.autoPauseMemory === false ? this.#diskEvictions : this.#evictions;
       this.#inBackground(
         "eviction failed",
-        this.#evictions
+        gate
           .run(() => this.#evict(entry))
           .finally(() => {
             entry.evicting = false;
