@@ -297,18 +297,23 @@ describe("cold start", () => {
     });
   });
 
-  test("paused without its memory it boots again, with the words it was first booted with, also from a fork", async () => {
+  test("paused without its memory it boots again, with the words it was first booted with, also from a fork or a snapshot", async () => {
     const { id } = await orchestrator.createCold(request({ extraBootArgs: "debug root=/dev/sda" }));
     const [child] = await orchestrator.fork(id, { count: 1 });
     if (child === undefined || "error" in child) throw new Error("no child");
-    for (const one of [id, child.record.id]) await orchestrator.pause(one, { memory: false });
+    const { id: template, committed } = await orchestrator.snapshot(id, {});
+    expect(committed?.context.bootArgs).toEqual(["debug"]);
+    const { image: _, ...wishes } = request();
+    const copy = await orchestrator.create({ ...wishes, template });
+    for (const one of [id, child.record.id, copy.id]) await orchestrator.pause(one, { memory: false });
     await orchestrator.shutdown();
     orchestrator = open();
     await orchestrator.start();
-    for (const one of [id, child.record.id]) {
+    for (const one of [id, child.record.id, copy.id]) {
       await orchestrator.connect(one, 60);
       expect(factory.of(one)?.boot).toMatchObject({ extraBootArgs: ["debug"] });
-      expect(orchestrator.get(one)).toMatchObject({ templateId: "debian:12", state: "running" });
+      const templateId = one === copy.id ? template : "debian:12";
+      expect(orchestrator.get(one)).toMatchObject({ templateId, state: "running" });
     }
     expect(resolved).toHaveLength(1);
   });

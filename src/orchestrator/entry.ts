@@ -92,13 +92,14 @@ export function startupOf(
   committed: Pick<NonNullable<SnapshotRecord["committed"]>, "context" | "imageReference">,
   envVars: Readonly<Record<string, string>>,
 ): Startup {
-  const { envVars: own, user, workdir, ...image } = committed.context;
+  const { envVars: own, user, workdir, bootArgs, ...image } = committed.context;
   return {
     envVars: { ...own, ...envVars },
     ...(user === undefined || user === "" ? {} : { defaultUser: user }),
     ...(workdir === undefined || workdir === "" ? {} : { defaultWorkdir: workdir }),
     image,
     ...(committed.imageReference === undefined ? {} : { imageReference: committed.imageReference }),
+    ...(bootArgs === undefined ? {} : { bootArgs }),
   };
 }
 

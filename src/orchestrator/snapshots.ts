@@ -23,7 +23,7 @@ export async function publishSnapshot(
   name: string | undefined,
   nowMs: number,
 ): Promise<SnapshotRecord> {
-  const { envVars, defaultUser, defaultWorkdir, image, imageReference } = source.startup;
+  const { envVars, defaultUser, defaultWorkdir, image, imageReference, bootArgs } = source.startup;
   const { cpuCount, memoryMiB, diskSizeMiB } = source.record;
   const id = newId();
   const now = isoTime(nowMs);
@@ -46,6 +46,7 @@ export async function publishSnapshot(
         envVars,
         ...(defaultUser === undefined ? {} : { user: defaultUser }),
         ...(defaultWorkdir === undefined ? {} : { workdir: defaultWorkdir }),
+        ...(bootArgs === undefined ? {} : { bootArgs }),
       },
       ...(imageReference === undefined ? {} : { imageReference }),
     },

@@ -13,7 +13,7 @@ export interface Startup {
   readonly defaultUser?: string;
   readonly defaultWorkdir?: string;
   /** The rest of what its template or snapshot says, for snapshots made of it. */
-  readonly image?: Omit<StartupContext, "envVars" | "user" | "workdir">;
+  readonly image?: Omit<StartupContext, "envVars" | "user" | "workdir" | "bootArgs">;
   readonly imageReference?: string;
   /** Words for the kernel besides ours, at every boot; absent: none. */
   readonly bootArgs?: readonly string[];

@@ -10,6 +10,8 @@ export interface StartupContext {
   readonly cmd?: readonly string[];
   readonly volumes: readonly string[];
   readonly labels: Readonly<Record<string, string>>;
+  /** Words for the kernel besides ours, at every boot from its disks; absent: none. */
+  readonly bootArgs?: readonly string[];
 }
 
 export type BuildStatus = "waiting" | "building" | "ready" | "error";
