@@ -129,6 +129,9 @@ test("no file, one that grew, one that went; what a crash cut off is left out an
   expect(await shown()).toEqual(["one", "the server was restarted"]);
   await endLogLine(path);
   expect(readFileSync(path, "utf8")).not.toContain("\n\n");
+  // JSON, but no entries.
+  appendFileSync(path, `null\n7\n"text"\n[]\n{}\n${JSON.stringify({ ...whole, message: "last" })}\n`);
+  expect(await shown()).toEqual(["one", "the server was restarted", "last"]);
   rmSync(path);
   expect(await shown()).toEqual([]);
   await endLogLine(path);

@@ -123,7 +123,8 @@ function matcher(query: BuildLogQuery): (entry: BuildLogEntry) => boolean {
 
 function parse(line: string): BuildLogEntry | undefined {
   try {
-    return JSON.parse(line) as BuildLogEntry;
+    const entry = JSON.parse(line) as BuildLogEntry | null;
+    return typeof entry?.timestamp === "string" ? entry : undefined;
   } catch (error) {
     if (error instanceof SyntaxError) return undefined;
     throw error;
