@@ -297,7 +297,7 @@ class Service implements NetworkService {
           code: "network_rules_refused",
           message: "the host's firewall rules could not be installed",
           remediation:
-            "the kernel needs nf_tables with nat, reject, ct, fib, limit and masquerade (modules nft_*), and nft 1.0 or later; one that ends with exit code 139 cannot read what a newer nft has put into this network namespace: install that version",
+            "the kernel needs nf_tables with nat, reject, ct, fib, limit and masquerade (modules nft_*), and nft 1.0 or later",
           cause,
         });
       }
