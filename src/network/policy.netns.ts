@@ -477,6 +477,16 @@ describe("changes of a running guest's policy", () => {
     expect(await guest.do(flow("proxied", GOOD, 80, "last"))).toMatchObject({ outcome: "open" });
   });
 
+  test("isolated: what was established is cut, too", async () => {
+    await using service = await startService();
+    await using slot = await service.acquire();
+    await using guest = await startGuest(slot);
+    expect(await guest.do(flow("old", EVIL, 7000, "one"))).toMatchObject({ outcome: "open" });
+    await slot.isolate();
+    expect((await guest.do(flow("old", EVIL, 7000, "two"))).outcome).not.toBe("open");
+    await expectAll(guest, [tcp(EVIL, 7000, "refused"), tcp(GOOD, 80, "refused"), ask("good.example", "5")]);
+  });
+
   test("a DNS connection from before does not go around the restriction", async () => {
     await using service = await startService();
     await using slot = await service.acquire();

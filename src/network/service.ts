@@ -30,7 +30,13 @@ import {
   VM_LINK,
 } from "./address-plan.ts";
 import { type Egress, type GuestView, startEgress } from "./egress/index.ts";
-import { type CompiledPolicy, compilePolicy, DEFAULT_POLICY, type EgressPolicy } from "./egress-policy.ts";
+import {
+  type CompiledPolicy,
+  compilePolicy,
+  DEFAULT_POLICY,
+  type EgressPolicy,
+  parseEgressPolicy,
+} from "./egress-policy.ts";
 import {
   chooseDnsServer,
   enableForwarding,
@@ -650,6 +656,13 @@ class Service implements NetworkService {
     await this.#host.flows.forget(state.addresses.hostAddress);
   }
 
+  /** What is established passes whatever the policy says, as long as the kernel knows it. */
+  async #isolate(state: SlotState): Promise<void> {
+    await this.#applyPolicy(state, compilePolicy(parseEgressPolicy({ allowInternetAccess: false })));
+    this.#egress?.closeGuest(state.addresses.hostAddress);
+    await this.#host.flows.forget(state.addresses.hostAddress);
+  }
+
   async #destroySlot(state: SlotState): Promise<void> {
     await this.#destroyParts(state.addresses, state.netnsPath);
     await this.#dropState(state);
@@ -697,6 +710,10 @@ class Service implements NetworkService {
       applyPolicy: async (policy) => {
         requireHeld();
         await this.#track(this.#applyPolicy(state, compilePolicy(policy)));
+      },
+      isolate: async () => {
+        requireHeld();
+        await this.#track(this.#isolate(state));
       },
       policyReport: async () => {
         requireHeld();

@@ -28,6 +28,11 @@ export interface NetworkSlot extends AsyncDisposable {
    * Throws `invalid_egress_policy` (400) for an entry that is not understood.
    */
   applyPolicy(policy: EgressPolicy): Promise<void>;
+  /**
+   * From here on nothing leaves the guest but answers to who speaks to it: every destination is denied, and what it
+   * had established is cut. For good: the slot is given back next.
+   */
+  isolate(): Promise<void>;
   /** The policy with what it has let through and refused since it was applied. */
   policyReport(): Promise<SlotPolicyReport>;
 }

@@ -67,6 +67,8 @@ interface World {
   /** Layers of the base of each memory capture. */
   readonly bases: number[];
   adopted: number;
+  /** Whether the VM ran when its network was cut. */
+  readonly isolatedWhile: boolean[];
 }
 
 class FakeVm implements VmHandle {
@@ -132,6 +134,9 @@ const slot = (index: number): NetworkSlot => {
     },
     applyPolicy: async (next) => {
       policy = next;
+    },
+    isolate: async () => {
+      world.isolatedWhile.push(world.vms.at(-1)!.running);
     },
     policyReport: async () => fakeReport(),
     netnsPath: "/run/none",
@@ -230,7 +235,16 @@ afterAll(async () => {
 
 beforeEach(() => {
   home = mkdtempSync(join(base, "h-"));
-  world = { held: [], launches: [], vms: [], fail: {}, cutRestackAnswer: false, bases: [], adopted: 0 };
+  world = {
+    held: [],
+    launches: [],
+    vms: [],
+    fail: {},
+    cutRestackAnswer: false,
+    bases: [],
+    adopted: 0,
+    isolatedWhile: [],
+  };
   agent = startFakeAgent(home);
   factory = open();
 });
@@ -510,6 +524,7 @@ describe("capture", () => {
     const { state: last, timings } = await running.halt(join(home, "last"));
     expect(agent.holds).toEqual(["/fsfreeze", "/fsthaw", "/halt"]);
     expect(still).toEqual([true, true]);
+    expect(world.isolatedWhile).toEqual([false]);
     expect(Object.keys(timings)).toContain("shutdown");
     await running.stop();
 
@@ -569,6 +584,7 @@ describe("capture", () => {
     world.fail.restack = "restack_terminal";
     expect(await attempt()).toMatchObject({ code: "capture_terminal" });
     delete world.fail.restack;
+    expect(agent.holds).toEqual(["/fsfreeze"]);
     // Taken, and then not wanted: it goes on as after any capture.
     agent.holds.splice(0);
     await running.captureDisks(join(home, "taken"));

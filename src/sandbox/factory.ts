@@ -857,7 +857,8 @@ class Running implements RunningSandbox {
         return await watch.measure("commit", () => this.#commitDisks(dir, chains));
       } catch (error) {
         const outcome = await this.#recover(error, paused);
-        await this.#thaw();
+        // One that cannot go on does not answer either.
+        if (!isTerminal(outcome)) await this.#thaw();
         throw outcome;
       }
     });
@@ -868,6 +869,8 @@ class Running implements RunningSandbox {
     const { vm } = this.#parts;
     return this.#capture(dir, watch, async () => {
       await watch.measure("shutdown", async () => {
+        // It is paused for good already: what it promised outside now, a kill of this process would take back.
+        await this.#parts.slot.isolate();
         await this.resumeInPlace();
         await haltGuest(this.#address, THAW_MS);
         const exit = await Promise.race([vm.exited, Bun.sleep(HALT_MS)]);

@@ -185,7 +185,7 @@ export interface RunningSandbox extends AsyncDisposable {
    */
   captureDisks(dir: string): Promise<DiskCapture>;
   /**
-   * After `captureDisks`: the guest ends its processes and leaves its file systems as after a shutdown, marked
+   * After `captureDisks`: the guest is cut off from the network, ends its processes and leaves its file systems as after a shutdown, marked
    * clean; the VM ends, and its disks are captured again. Error: it did not end in time, or not in order. The
    * sandbox is of no use afterwards, either way: dispose it.
    */
