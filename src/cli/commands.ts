@@ -325,10 +325,10 @@ export const COMMANDS: readonly Command[] = [
   {
     name: "pause",
     group: SANDBOXES,
-    summary: "Pause sandboxes with their memory",
+    summary: "Pause sandboxes",
     arguments: [{ ...sandbox("running-sandbox"), many: true }],
     details:
-      "With --no-memory the disks alone are kept, which takes less room: what runs is ended, and `aenv resume` and `aenv connect` boot the sandbox from its disks. Traffic does not wake it.",
+      "Memory and disks are kept, and what runs goes on after `aenv resume`. With --no-memory the disks alone are kept, which takes less room: what runs is ended, and `aenv resume` and `aenv connect` boot the sandbox from its disks. Traffic does not wake it.",
     flags: [{ name: "no-memory", help: "end what runs and keep the disks alone" }],
     examples: ["aenv pause ID", "aenv pause ID ID", "aenv pause --no-memory ID"],
     run: pause,

@@ -172,12 +172,12 @@ describe("scripts", () => {
         _describe() { print -rl -- $candidates }
         words=(agentenv pa) CURRENT=2; _aenv`;
       const { out, err } = await run(["zsh", "-f", "-c", zsh], env);
-      expect([out, err]).toEqual(["_aenv _aenv\npause:Pause sandboxes with their memory\n", ""]);
+      expect([out, err]).toEqual(["_aenv _aenv\npause:Pause sandboxes\n", ""]);
     }
     if (!missing("fish")) {
       const fish = "agentenv completion fish | source; complete --do-complete 'agentenv pa'";
       const { out, err } = await run(["fish", "--no-config", "-c", fish], env);
-      expect([out, err]).toEqual(["pause\tPause sandboxes with their memory\n", ""]);
+      expect([out, err]).toEqual(["pause\tPause sandboxes\n", ""]);
     }
   });
 
