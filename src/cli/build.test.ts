@@ -316,7 +316,7 @@ describe("aenv pull", () => {
     await lookedAt();
     it.status = "ready";
     expect(await again).toMatchObject({ code: 0, out: `Template ${id} is ready.\n` });
-    expect((await named).code).toBe(0);
+    expect(await named).toMatchObject({ code: 0, out: `Template ${id} is ready.\n` });
   });
 
   test("the server is away for a moment", async () => {

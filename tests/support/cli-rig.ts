@@ -475,8 +475,9 @@ export class CliRig implements AsyncDisposable {
         },
       };
     };
+    // A name is that of the last build it was given to.
     const resolve = (name: string) =>
-      [...this.templates.values()].find((record) => record.id === name || record.aliases.includes(name));
+      [...this.templates.values()].findLast((record) => record.id === name || record.aliases.includes(name));
     return only<TemplateService>({
       create: async (request) => {
         const record = this.template(request.name, "waiting");
