@@ -102,8 +102,9 @@ static void read_words(bootwords *w) {
 
 // The kernel measures its processors' timer against their counter within a tenth of a second. An emulator that is not
 // scheduled just then makes the timer look faster than it is, and whatever sleeps sleeps too long from then on, in
-// every copy of this guest, too. Who knows the true rate says it; a machine that is over a tenth above ends here, before
-// it has touched a disk. (Below, it is woken too early and waits again: that costs a little.) The host reads the line.
+// every copy of this guest, too. Who knows the true rate says it; a machine that is over a tenth above, or
+// below half, ends here, before it has touched a disk. (A little below, it is woken too early and waits again: that
+// costs a little.) The host reads the line.
 static void check_timer(const char *true_hz) {
   double want = strtod(true_hz, NULL);
   char *list;
