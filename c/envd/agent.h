@@ -65,6 +65,7 @@ static inline agent *agent_of(const conn *c) {
 // ---- api.c: routing, authorisation, /health /init /envs /metrics -------------------------------
 
 void api_handle(conn *c);
+bool api_exempt(const conn *c); // needs no disk: goes on while those are frozen
 void api_restore(agent *ag); // settings from state_fd
 void env_free(envvar **list);
 int env_set(envvar **list, const char *name, const char *value); // 0 or -ENOMEM
@@ -210,10 +211,12 @@ void ports_close(agent *ag);
 // ---- hold.c ------------------------------------------------------------------------------------
 
 typedef struct hold hold;
-// /fsfreeze, /fsthaw and /halt. False: another path.
+// /fsfreeze, /fsfrozen, /fsthaw and /halt. False: another path. While file systems are held, or about to be, requests
+// for others wait.
 bool hold_handle(conn *c, const char *path);
 void hold_release(agent *ag); // has what is frozen thawed
 void hold_close(agent *ag);
+void hold_thaw_left(void); // thaws whatever disk is frozen: for one that whoever froze it left behind
 
 // ---- identity.c --------------------------------------------------------------------------------
 

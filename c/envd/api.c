@@ -511,6 +511,13 @@ static void wrong_method(conn *c, const char *allow) {
   http_reply(c, 405, "application/json", body, sizeof body - 1, h);
 }
 
+bool api_exempt(const conn *c) {
+  static const char *const paths[] = {"/health", "/init", "/fsfreeze", "/fsfrozen", "/fsthaw", "/halt"};
+  for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
+    if (!strcmp(c->r.path, paths[i])) return true;
+  return false;
+}
+
 void api_handle(conn *c) {
   agent *ag = agent_of(c);
   const char *m = c->r.method, *path = c->r.path;

@@ -7,7 +7,9 @@
 
 enum {
   DISKS_MAX = 64,        // file systems on disks; more are refused
-  HOLD_LIMIT_MS = 30000, // of guest time, after which what nobody thaws is thawed
+  HOLD_LIMIT_MS = 30000, // of guest time from the first one's freezing on: what nobody thaws is thawed
+  FREEZE_LIMIT_MS = 15000, // of it, for freezing
+  REPORT_MAX_MS = 5000,  // an older report of having frozen is none
 };
 
 typedef struct {

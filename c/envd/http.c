@@ -229,6 +229,7 @@ static void next_request(conn *c) {
   free(c->head);
   c->head = NULL;
   c->in_request = c->body_done = c->body_paused = false;
+  c->exempt = c->unhandled = false;
   c->resp_started = c->resp_done = c->resp_chunked = c->head_only = c->want_drain = c->streaming = false;
   c->head_timed = false;
   c->common = NULL;
@@ -344,6 +345,13 @@ static bool feed_body(conn *c) {
   return true;
 }
 
+// Nothing of its request is looked at for now.
+static bool held(const conn *c) {
+  return c->srv->held && !c->exempt;
+}
+
+static void hand_over(conn *c);
+
 static void begin_request(conn *c, size_t used) {
   c->in_request = true;
   c->keep_alive = !c->r.close;
@@ -354,6 +362,13 @@ static void begin_request(conn *c, size_t used) {
   c->body_done = !c->r.chunked && !c->r.length;
   buf_consume(&c->in, used);
   timer_clear(c->srv->l, &c->t);
+  hand_over(c);
+}
+
+static void hand_over(conn *c) {
+  c->exempt = c->srv->exempt && c->srv->exempt(c);
+  c->unhandled = held(c);
+  if (c->unhandled) return;
   c->srv->handle(c);
   if (c->closed) return;
   if (c->body_done) {
@@ -365,7 +380,7 @@ static void begin_request(conn *c, size_t used) {
 }
 
 static void conn_process(conn *c) {
-  if (c->busy || c->closed) return;
+  if (c->busy || c->closed || c->lost) return;
   if (c->lingering) { // a client that goes on sending is heard for a while, not for ever
     int64_t left = c->linger_until - mono_ms();
     timer_set(c->srv->l, &c->t, left < HTTP_LINGER_MS ? left : HTTP_LINGER_MS);
@@ -418,7 +433,13 @@ again:
       begin_request(c, (size_t)used);
       continue;
     }
+    if (c->unhandled) {
+      if (held(c)) break;
+      hand_over(c);
+      continue;
+    }
     if (!c->body_done && (!c->body_paused || c->resp_done)) {
+      if (held(c)) break;
       if (c->resp_done && (!c->keep_alive || c->discarded > HTTP_DISCARD_MAX)) {
         if (!conn_flush(c)) break;
         if (!sent_all(c)) break;
@@ -449,7 +470,7 @@ again:
     // The last of an answer left just now: no event would tell, and the exchange would never end.
     if (!c->closed && sent_all(c) && c->in_request && c->resp_done) goto again;
   }
-  if (!c->closed && c->eof && !c->lingering) {
+  if (!c->closed && c->eof && !c->lingering && !held(c)) {
     bool reading = !c->in_request || (!c->body_done && !c->body_paused);
     if (c->streaming || reading) conn_close(c); // nobody left to answer, or a body that will never end
   }
@@ -466,10 +487,20 @@ static void conn_watch(conn *c) {
   if (ev_set(c->srv->l, &c->e, m)) conn_close(c);
 }
 
+// The client is gone. Its handler hears of it when it may act.
+static void conn_lost(conn *c) {
+  if (!c->in_request || !held(c)) {
+    conn_close(c);
+    return;
+  }
+  c->lost = true;
+  ev_del(c->srv->l, &c->e);
+}
+
 static void on_conn(ev *e, uint32_t events) {
   conn *c = e->owner;
   if (events & (EPOLLERR | EPOLLHUP)) {
-    conn_close(c);
+    conn_lost(c);
     return;
   }
   if (events & EPOLLOUT) {
@@ -488,7 +519,7 @@ static void on_conn(ev *e, uint32_t events) {
     }
     ssize_t n = recv(e->fd, p, 64 * 1024, 0);
     if (n < 0 && errno != EAGAIN && errno != EINTR) {
-      conn_close(c);
+      conn_lost(c);
       return;
     }
     if (n == 0) {
@@ -772,6 +803,24 @@ int http_listen(http_server *s, loop *l, const char *addr, int port) {
   return rc;
 }
 
+static void on_release(timer *t) {
+  http_server *s = t->owner;
+  if (s->held) return;
+  for (conn *c = s->conns, *next; c; c = next) {
+    next = c->next; // as below
+    if (c->lost)
+      conn_close(c);
+    else
+      conn_process(c);
+  }
+}
+
+void http_hold(http_server *s, bool held) {
+  s->held = held;
+  s->release = (timer){.at = s->release.at, .pos = s->release.pos, .cb = on_release, .owner = s};
+  if (held || timer_set(s->l, &s->release, HTTP_RELEASE_MS)) timer_clear(s->l, &s->release);
+}
+
 void http_drop_others(http_server *s, conn *keep) {
   for (conn *c = s->conns, *next; c; c = next) {
     next = c->next; // a closing handler may end other exchanges but closes no other connection
@@ -782,6 +831,7 @@ void http_drop_others(http_server *s, conn *keep) {
 void http_close(http_server *s) {
   http_drop_others(s, NULL);
   timer_clear(s->l, &s->accept_again);
+  timer_clear(s->l, &s->release);
   ev_del(s->l, &s->listener);
   if (s->listener.fd >= 0) close(s->listener.fd);
 }

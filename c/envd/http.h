@@ -19,6 +19,7 @@ enum {
   HTTP_IDLE_MS = 640 * 1000,
   HTTP_HEAD_MS = 60 * 1000,       // from the first to the last byte of a head
   HTTP_LINGER_MS = 2000,          // silence of a client that still sent when it was answered for good
+  HTTP_RELEASE_MS = 5,            // from the end of a hold to the first request that had waited
   HTTP_LINGER_MAX_MS = 30 * 1000, // and all in all
 };
 
@@ -83,6 +84,9 @@ struct conn {
   bool busy, closed, eof, rdhup, lingering, head_timed;
   bool in_request, body_done, body_paused;
   bool resp_started, resp_done, resp_chunked, head_only, keep_alive, want_drain;
+  bool exempt;    // of a hold
+  bool unhandled; // its head has arrived while requests were held
+  bool lost;      // and then its client left
   bool streaming; // an open-ended answer: the client's half-close ends it
 };
 
@@ -96,6 +100,9 @@ struct http_server {
   int port;
   void *app;
   void (*handle)(conn *c); // a head has arrived: set a sink or answer
+  bool held;
+  timer release;
+  bool (*exempt)(const conn *c); // requests that go on during a hold; NULL: none
 };
 
 // Listens on addr:port (0 = any, then srv->port tells which). 0, or -errno.
@@ -103,6 +110,9 @@ int http_listen(http_server *s, loop *l, const char *addr, int port);
 void http_close(http_server *s);
 // Serves a connected, non-blocking socket, which is its from now on.
 void http_adopt(http_server *s, int fd);
+// Held: but for exempt ones no request is given to a handler, nor its body, nor the loss of its client, until the end.
+// What is being answered goes on.
+void http_hold(http_server *s, bool held);
 // Drops all connections but one (NULL: all), at once and without ceremony.
 void http_drop_others(http_server *s, conn *keep);
 

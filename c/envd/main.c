@@ -151,11 +151,13 @@ static int run_agent(int argc, char **argv) {
   ag->signals.cb = on_signal;
   ag->signals.owner = ag;
   if (!rc) rc = ev_set(&ag->loop, &ag->signals, EPOLLIN);
+  if (!rc && ag->guest) hold_thaw_left(); // before anything is written
   open_cgroup(ag);
   api_restore(ag);
   if (!rc && ag->keep_fd >= 0) rc = procs_recover(ag);
   ag->http.app = ag;
   ag->http.handle = api_handle;
+  ag->http.exempt = api_exempt;
   if (!rc) {
     rc = http_listen(&ag->http, &ag->loop, addr, port);
     if (rc) fprintf(stderr, "aenv: agent: cannot listen on %s:%d: %s\n", addr, port, strerror(-rc));

@@ -14,6 +14,7 @@ const HOST_ONLY = new Set([
   "/unfreeze",
   "/collapse",
   "/fsfreeze",
+  "/fsfrozen",
   "/fsthaw",
   "/halt",
   "/upgrade",

@@ -16,7 +16,7 @@ test("health", async () => {
   expect([r.status, r.headers.get("cache-control"), await r.text()]).toEqual([204, "no-store", ""]);
   expect((await fetch(`${agent.url}/nope`)).status).toBe(404);
   // For the host of a guest, by the interface it comes in by.
-  for (const path of ["/fsfreeze", "/fsthaw", "/halt"]) {
+  for (const path of ["/fsfreeze", "/fsfrozen", "/fsthaw", "/halt"]) {
     expect((await fetch(`${agent.url}${path}`, { method: "POST" })).status).toBe(404);
   }
   expect((await fetch(`${agent.url}/health`, { method: "POST" })).status).toBe(405);
