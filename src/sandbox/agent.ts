@@ -487,6 +487,11 @@ export function freezeDisks(address: Address, timeoutMs: number): Promise<void> 
   return hostCall(address, "/fsfreeze", timeoutMs);
 }
 
+/** Resolves when they have been still ever since `freezeDisks`; error `guest_refused` when they are not any more. */
+export function requireFrozen(address: Address, timeoutMs: number): Promise<void> {
+  return hostCall(address, "/fsfrozen", timeoutMs);
+}
+
 /** Error `guest_refused` also when they were not still any more. */
 export function thawDisks(address: Address, timeoutMs: number): Promise<void> {
   return hostCall(address, "/fsthaw", timeoutMs);

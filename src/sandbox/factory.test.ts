@@ -513,6 +513,7 @@ describe("capture", () => {
     const [vm] = world.vms;
     const still: boolean[] = [];
     agent.onHold.set("/fsfreeze", () => still.push(vm!.running));
+    agent.onHold.set("/fsfrozen", () => still.push(vm!.running));
     agent.onHold.set("/fsthaw", () => still.push(vm!.running));
     agent.onHold.set("/halt", () => {
       // Of a VM that an earlier process started nothing else is known.
@@ -522,8 +523,8 @@ describe("capture", () => {
     const first = (await running.captureDisks(join(home, "first"))).state;
     expect(vm!.running).toBeFalse();
     const { state: last, timings } = await running.halt(join(home, "last"));
-    expect(agent.holds).toEqual(["/fsfreeze", "/fsthaw", "/halt"]);
-    expect(still).toEqual([true, true]);
+    expect(agent.holds).toEqual(["/fsfreeze", "/fsfrozen", "/fsthaw", "/halt"]);
+    expect(still).toEqual([true, true, true]);
     expect(world.isolatedWhile).toEqual([false]);
     expect(Object.keys(timings)).toContain("shutdown");
     await running.stop();
@@ -581,6 +582,11 @@ describe("capture", () => {
       delete world.fail[what];
       runsOn(["/fsfreeze", "/fsthaw"]);
     }
+    // Taken while they were not still any more: of no use.
+    agent.onHold.set("/fsfrozen", 409);
+    expect(await attempt()).toMatchObject({ code: "disks_not_still", status: 503 });
+    agent.onHold.delete("/fsfrozen");
+    runsOn(["/fsfreeze", "/fsfrozen", "/fsthaw"]);
     world.fail.restack = "restack_terminal";
     expect(await attempt()).toMatchObject({ code: "capture_terminal" });
     delete world.fail.restack;
@@ -589,7 +595,7 @@ describe("capture", () => {
     agent.holds.splice(0);
     await running.captureDisks(join(home, "taken"));
     await running.resumeInPlace();
-    runsOn(["/fsfreeze", "/fsthaw"]);
+    runsOn(["/fsfreeze", "/fsfrozen", "/fsthaw"]);
     // A guest that cannot end, and one that ends by a crash.
     await running.captureDisks(join(home, "again"));
     agent.onHold.set("/halt", 500);

@@ -27,6 +27,7 @@ import {
   haltGuest,
   parseAgentAddress,
   probeHealth,
+  requireFrozen,
   thawDisks,
   waitHealthy,
 } from "./agent.ts";
@@ -854,6 +855,7 @@ class Running implements RunningSandbox {
           throw new Error(`the VM stood still only ${Math.round(stillMs)} ms after its file systems did`);
         }
         const chains = await watch.measure("disk_seal", () => this.#sealDisks());
+        await watch.measure("proof", () => this.#proveFrozen());
         return await watch.measure("commit", () => this.#commitDisks(dir, chains));
       } catch (error) {
         const outcome = await this.#recover(error, paused);
@@ -882,6 +884,28 @@ class Running implements RunningSandbox {
       const chains = await watch.measure("disk_seal", () => this.#sealDisks());
       return await watch.measure("commit", () => this.#commitDisks(dir, chains));
     });
+  }
+
+  /**
+   * After the disks were taken from the stopped VM, which stands still again afterwards: only its guest knows
+   * whether it still held them still. What runs meanwhile cannot write to them.
+   */
+  async #proveFrozen(): Promise<void> {
+    const { vm } = this.#parts;
+    await vm.resume();
+    try {
+      await requireFrozen(this.#address, THAW_MS);
+    } catch (cause) {
+      if (cause instanceof AenvError && cause.code === "guest_too_old") throw cause;
+      throw new AenvError({
+        code: "disks_not_still",
+        status: 503,
+        message: "the guest's file systems did not stand still until its disks were taken",
+        remediation: "try again when the guest or the host is less busy, or pause it with its memory",
+        cause,
+      });
+    }
+    await vm.pause();
   }
 
   /** A guest that nobody thaws does so by itself, and at the next `/init`. */

@@ -181,13 +181,13 @@ export interface RunningSandbox extends AsyncDisposable {
    * Captures the disks alone into `dir` (made by this call). The guest writes out its file systems and holds them
    * still first, so that what is captured is whole without its memory. The VM stands still when it resolves; follow
    * with `resumeInPlace()`, `halt()` or dispose. Errors: `guest_too_old` 409 when the guest's agent knows nothing
-   * of this; else as for `capture`.
+   * of this, `disks_not_still` 503 when they did not stay still; else as for `capture`.
    */
   captureDisks(dir: string): Promise<DiskCapture>;
   /**
-   * After `captureDisks`: the guest is cut off from the network, ends its processes and leaves its file systems as after a shutdown, marked
-   * clean; the VM ends, and its disks are captured again. Error: it did not end in time, or not in order. The
-   * sandbox is of no use afterwards, either way: dispose it.
+   * After `captureDisks`: the guest is cut off from the network, ends its processes and leaves its file systems as
+   * after a shutdown, marked clean; the VM ends, and its disks are captured again. Error: it did not end in time, or
+   * not in order. The sandbox is of no use afterwards, either way: dispose it.
    */
   halt(dir: string): Promise<DiskCapture>;
   /** Runs agent `/init` again (token, clock, entropy). Connections to the guest stay. */

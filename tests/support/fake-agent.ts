@@ -16,7 +16,7 @@ export interface FakeAgent extends AsyncDisposable {
     envs: Record<string, string>;
     cwd?: string;
   }[];
-  /** Calls of `/fsfreeze`, `/fsthaw` and `/halt`. */
+  /** Calls of `/fsfreeze`, `/fsfrozen`, `/fsthaw` and `/halt`. */
   readonly holds: string[];
   /** Answers to those, by path: a status, or what is done before 204. */
   readonly onHold: Map<string, number | (() => void)>;
@@ -144,6 +144,7 @@ export function startFakeAgent(root: string): FakeAgent {
           inits.push((await request.json()) as Record<string, unknown>);
           return new Response(null, { status: 204, headers: { "x-envd-version": "0.5.15" } });
         case "/fsfreeze":
+        case "/fsfrozen":
         case "/fsthaw":
         case "/halt": {
           holds.push(url.pathname);
