@@ -129,12 +129,16 @@ void hold_thaw_left(void) {
 // Shared by the child and its own child, who may be stuck in the kernel.
 typedef struct {
   atomic_bool stop;
+  atomic_int done; // so many are frozen
 } freezing;
 
 // Freezes all, one after the other; rc to `to`.
 static void __attribute__((noreturn)) freezer(const disk *disks, int n, freezing *f, int to) {
   int rc = 0;
-  for (int i = 0; i < n && !rc; i++) rc = atomic_load(&f->stop) ? -ETIMEDOUT : ioctl(disks[i].fd, FIFREEZE, 0) ? -errno : 0;
+  for (int i = 0; i < n && !rc; i++) {
+    rc = atomic_load(&f->stop) ? -ETIMEDOUT : ioctl(disks[i].fd, FIFREEZE, 0) ? -errno : 0;
+    if (!rc) atomic_store(&f->done, i + 1);
+  }
   _exit(write(to, &rc, sizeof rc) != (ssize_t)sizeof rc);
 }
 
@@ -167,9 +171,9 @@ static int freeze(const disk *disks, int n, int64_t until) {
   if (pid > 0) {
     bool late = !wait_for(pair[0], until);
     if (late) {
-      // What is frozen may be what the next one waits for.
+      // What is frozen may be what the next one waits for, and who thawed that one would wait, too.
       atomic_store(&f->stop, true);
-      thaw(disks, n);
+      thaw(disks, atomic_load(&f->done));
       (void)tell(-ETIMEDOUT);
     }
     if (read(pair[0], &rc, sizeof rc) != (ssize_t)sizeof rc) rc = -EINTR; // it was killed
