@@ -1,11 +1,16 @@
 import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } from "bun:test";
-import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
+import { mkdtempSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
-import { type FakeSandbox, FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
-import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
+import type { FakeSandbox, FakeSandboxFactory } from "../../tests/support/fake-sandboxes.ts";
+import {
+  createRequest,
+  endAll,
+  freshParts,
+  generationsIn,
+  testOptions,
+} from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
-import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRepository } from "../snapshot/types.ts";
 import { createOrchestrator, type OrchestratorOptions } from "./index.ts";
 import type { LifecycleEvent, NodeOrchestrator } from "./types.ts";
@@ -38,20 +43,15 @@ function open(overrides: Partial<OrchestratorOptions> = {}): NodeOrchestrator {
 }
 
 beforeEach(async () => {
-  home = mkdtempSync(join(base, "h-"));
+  ({ home, factory, repository } = await freshParts(base));
   nowMs = Date.parse("2030-01-01T00:00:00Z");
   events = [];
-  factory = new FakeSandboxFactory();
-  repository = createPosixRepository({ root: join(home, "repository"), log: silent, collectGraceMs: 0 });
-  await addTemplate(repository, home, "base");
   orchestrator = open();
   await orchestrator.start();
 });
 
 afterEach(async () => {
-  for (const key of Object.keys(factory.faults)) delete factory.faults[key as keyof typeof factory.faults];
-  for (const made of opened.splice(0)) await made.shutdown();
-  expect([...factory.live]).toEqual([]);
+  await endAll(factory, opened);
 });
 
 /** Another process on what the first one stored; that one is not asked any more. */
@@ -61,10 +61,7 @@ async function restarted(): Promise<NodeOrchestrator> {
   return next;
 }
 
-const generations = (id: string): string[] => {
-  const dir = join(home, "artifacts", id);
-  return existsSync(dir) ? readdirSync(dir) : [];
-};
+const generations = (id: string): string[] => generationsIn(home, id);
 const booted = (id: string): string | undefined => factory.of(id)?.bootedFrom;
 const code = (work: Promise<unknown>): Promise<unknown> =>
   work.then(

@@ -10,11 +10,16 @@ import {
 } from "node:fs";
 import { join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
-import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
-import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
+import { type FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
+import {
+  addTemplate,
+  createRequest,
+  endAll,
+  freshParts,
+  testOptions,
+} from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
-import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRepository } from "../snapshot/types.ts";
 import {
   admitted,
@@ -54,20 +59,15 @@ function open(overrides: Partial<OrchestratorOptions> = {}): NodeOrchestrator {
 }
 
 beforeEach(async () => {
-  home = mkdtempSync(join(base, "h-"));
+  ({ home, factory, repository } = await freshParts(base));
   nowMs = Date.parse("2030-01-01T00:00:00Z");
   events = [];
-  factory = new FakeSandboxFactory();
-  repository = createPosixRepository({ root: join(home, "repository"), log: silent, collectGraceMs: 0 });
-  await addTemplate(repository, home, "base");
   orchestrator = open();
   await orchestrator.start();
 });
 
 afterEach(async () => {
-  for (const key of Object.keys(factory.faults)) delete factory.faults[key as keyof typeof factory.faults];
-  for (const made of opened.splice(0)) await made.shutdown();
-  expect([...factory.live]).toEqual([]);
+  await endAll(factory, opened);
   expect(checkpoints()).toEqual([]);
 });
 

@@ -3,11 +3,16 @@ import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, test } fr
 import { existsSync, mkdtempSync, readdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import { eventually } from "../../tests/support/eventually.ts";
-import { FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
-import { addTemplate, createRequest, silent, testOptions } from "../../tests/support/orchestrator.ts";
+import { type FakeSandboxFactory, fakeState } from "../../tests/support/fake-sandboxes.ts";
+import {
+  createRequest,
+  endAll,
+  freshParts,
+  generationsIn,
+  testOptions,
+} from "../../tests/support/orchestrator.ts";
 import { AenvError } from "../lib/errors.ts";
 import { newId } from "../lib/ids.ts";
-import { createPosixRepository } from "../snapshot/index.ts";
 import type { SnapshotRecord, SnapshotRepository } from "../snapshot/types.ts";
 import { createOrchestrator, lockHome, lockRuntime } from "./index.ts";
 import type { NodeOrchestrator } from "./types.ts";
@@ -37,27 +42,19 @@ function open(overrides: { transitionWaitMs?: number; evictIntervalMs?: number }
 }
 
 beforeEach(async () => {
-  home = mkdtempSync(join(base, "h-"));
+  ({ home, factory, repository, template } = await freshParts(base));
   nowMs = Date.parse("2030-01-01T00:00:00Z");
-  factory = new FakeSandboxFactory();
-  repository = createPosixRepository({ root: join(home, "repository"), log: silent, collectGraceMs: 0 });
-  template = await addTemplate(repository, home, "base");
   orchestrator = open();
   await orchestrator.start();
 });
 
 afterEach(async () => {
-  for (const key of Object.keys(factory.faults)) delete factory.faults[key as keyof typeof factory.faults];
-  for (const made of opened.splice(0)) await made.shutdown();
-  expect([...factory.live]).toEqual([]);
+  await endAll(factory, opened);
 });
 
 const request = createRequest;
 
-const generations = (id: string): string[] => {
-  const dir = join(home, "artifacts", id);
-  return existsSync(dir) ? readdirSync(dir) : [];
-};
+const generations = (id: string): string[] => generationsIn(home, id);
 
 function persisted(): { id: string; lifecycle: string }[] {
   const db = new Database(join(home, "state.db"), { readonly: true });

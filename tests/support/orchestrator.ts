@@ -1,10 +1,13 @@
+import { expect } from "bun:test";
+import { existsSync, mkdtempSync, readdirSync } from "node:fs";
 import { join } from "node:path";
 import { newId } from "../../src/lib/ids.ts";
 import { createLogger } from "../../src/lib/log.ts";
 import type { OrchestratorOptions } from "../../src/orchestrator/index.ts";
-import type { CreateSandboxRequest } from "../../src/orchestrator/types.ts";
+import type { CreateSandboxRequest, NodeOrchestrator } from "../../src/orchestrator/types.ts";
+import { createPosixRepository } from "../../src/snapshot/index.ts";
 import type { SnapshotRepository } from "../../src/snapshot/types.ts";
-import { fakeState } from "./fake-sandboxes.ts";
+import { FakeSandboxFactory, fakeState } from "./fake-sandboxes.ts";
 
 /* What tests of the orchestrator with stand-ins for VMs have in common. */
 
@@ -76,3 +79,28 @@ export const createRequest = (changes: Partial<CreateSandboxRequest> = {}): Crea
   envVars: { B: "request", C: "3" },
   ...changes,
 });
+
+/** A home of its own under `base`, with a repository that has the template `base`. */
+export async function freshParts(base: string) {
+  const home = mkdtempSync(join(base, "h-"));
+  const repository = createPosixRepository({
+    root: join(home, "repository"),
+    log: silent,
+    collectGraceMs: 0,
+  });
+  const template = await addTemplate(repository, home, "base");
+  return { home, repository, template, factory: new FakeSandboxFactory() };
+}
+
+/** Ends what a test opened, without the faults it wished for; no VM may be left. */
+export async function endAll(factory: FakeSandboxFactory, opened: NodeOrchestrator[]): Promise<void> {
+  for (const key of Object.keys(factory.faults)) delete factory.faults[key as keyof typeof factory.faults];
+  for (const made of opened.splice(0)) await made.shutdown();
+  expect([...factory.live]).toEqual([]);
+}
+
+/** Captures of a sandbox on the disk. */
+export function generationsIn(home: string, id: string): string[] {
+  const dir = join(home, "artifacts", id);
+  return existsSync(dir) ? readdirSync(dir) : [];
+}
