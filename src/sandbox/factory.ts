@@ -904,8 +904,9 @@ class Running implements RunningSandbox {
         remediation: "try again when the guest or the host is less busy, or pause it with its memory",
         cause,
       });
+    } finally {
+      await vm.pause();
     }
-    await vm.pause();
   }
 
   /** A guest that nobody thaws does so by itself, and at the next `/init`. */
